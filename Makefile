@@ -1,0 +1,50 @@
+# Everything a newcomer runs. `make distill RECIPE=...` and `make test` set up what they need.
+RECIPE ?= recipes/tiny.yaml
+ARGS ?=
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: setup distill teacher ablation smoke test check clean
+
+# The main job: all stages of a recipe that are not yet done, ending with a table.
+distill: $(VENV)/.run
+	$(BIN)/cdlm distill $(RECIPE) $(ARGS)
+
+# Trains the small world's teacher again from nothing, ends with its table, and puts it in place of the committed one.
+teacher: $(VENV)/.run
+	$(BIN)/cdlm distill recipes/tiny-teacher.yaml $(ARGS)
+	rm -rf recipes/tiny/teacher && cp -r runs/tiny-teacher/export recipes/tiny/teacher
+
+# The paper's loss ablation on a recipe.
+ablation: $(VENV)/.run
+	$(BIN)/cdlm ablate $(RECIPE) $(ARGS)
+
+# Every stage on a corner of the small world.
+smoke: $(VENV)/.run
+	rm -rf runs/smoke
+	$(BIN)/cdlm distill recipes/smoke.yaml
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layers.py
+
+setup: $(VENV)/.run $(VENV)/.dev
+
+$(VENV)/.run: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,report]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,report,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

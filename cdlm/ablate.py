@@ -1,0 +1,50 @@
+"""The loss ablation of the paper (CDLM, arXiv 2511.19269, table of loss weights): the same student, trained with some losses off."""
+
+import json
+from dataclasses import replace
+
+from cdlm import stages
+from cdlm.stages import Run
+
+VARIANTS = {
+    "distillation only": ("distill_weight",),
+    "consistency only": ("consistency_weight",),
+    "distillation and consistency": ("distill_weight", "consistency_weight"),
+    "all three": ("distill_weight", "consistency_weight", "dlm_weight"),
+}
+WEIGHTS = ("distill_weight", "consistency_weight", "dlm_weight")
+
+
+def variant(run: Run, name: str) -> Run:
+    """The run with only the losses of this variant, in its own folder, on the same trajectories. A loss that the recipe has at
+    weight 0 is one that the recipe does not use; "all three" then needs a weight for it."""
+    train = run.recipe.train
+    off = {weight: 0.0 for weight in WEIGHTS if weight not in VARIANTS[name]}
+    recipe = replace(run.recipe, train=replace(train, **off), evaluate=replace(run.recipe.evaluate, methods=["student"]))
+    return Run(recipe, run.out / "ablation" / name.replace(" ", "-"), run.say, shared_trajectories=run.trajectories)
+
+
+def run(base: Run) -> str:
+    """Train and measure every variant that is not there yet; the table, as markdown, also in <out>/ablation/ablation.md."""
+    if base.recipe.train.objective != "cdlm":
+        raise ValueError(f"ablate takes a recipe with train.objective cdlm; this one has {base.recipe.train.objective}")
+    missing = [weight for weight in WEIGHTS if not getattr(base.recipe.train, weight)]
+    if missing:
+        raise ValueError(f"train.{missing[0]} is 0, so there is no weight to give it in the ablation; set one with --set train.{missing[0]}=...")
+    base.out.mkdir(parents=True, exist_ok=True)
+    if not stages.is_done(base, "collect"):
+        stages.collect(base)
+    lines = ["| losses | weights (distill, consistency, dlm) | accuracy | steps | TPF |", "|---|---|---:|---:|---:|"]
+    for name in VARIANTS:
+        part = variant(base, name)
+        part.out.mkdir(parents=True, exist_ok=True)
+        for stage in ("train", "evaluate"):
+            if not stages.is_done(part, stage):
+                base.say(f"ablate: {name}, {stage}")
+                getattr(stages, stage)(part)
+        found = json.loads((part.out / "report.json").read_text())["summary"]
+        weights = ", ".join(f"{getattr(part.recipe.train, w):g}" for w in WEIGHTS)
+        lines.append(f"| {name} | {weights} | {found['student_accuracy']:.1%} | {found['student_steps_at_threshold']:.2f} | {found['tpf']:.2f} |")
+    text = "\n".join(lines)
+    (base.out / "ablation" / "ablation.md").write_text(text + "\n")
+    return text

@@ -1,0 +1,91 @@
+"""What is remembered of keys and values between forwards, and how it is taken back. The one file that touches
+transformers' Cache.
+
+A block cache has a committed prefix and room behind it. A forward writes its keys and values into the room and sees
+prefix and room; nothing of it stays unless it is committed. So a block can be refined any number of times against the
+same prefix with no copy and no crop, and the last refinement, whose keys still come from mask tokens, leaves no trace.
+Shapes: B rows, H key-value heads, K keys, D head dimension.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class BlockLayer(CacheLayerMixin):
+    """Keys and values of one layer in two buffers [B, H, capacity, D], allocated at the first update."""
+
+    is_sliding = False
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self.committed = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, heads, _, width = key_states.shape
+        self.keys = key_states.new_empty(batch, heads, self.capacity, width)
+        self.values = value_states.new_empty(batch, heads, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.committed + key_states.shape[-2]
+        assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
+        self.keys[:, :, self.committed : end] = key_states
+        self.values[:, :, self.committed : end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.committed + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.committed
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def select(self, rows: Tensor) -> None:
+        if self.is_initialized:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class BlockCache(Cache):
+    """Committed keys and values of a batch, and what a mask needs to know of them.
+
+    position_BK, valid_BK: absolute position of each committed key, and whether it is a real token (not left padding).
+    prompt_length_B: real prompt tokens of each row.
+    boundary_BD: last hidden row of the committed part, kept for models whose logits are shifted by one.
+    """
+
+    def __init__(self, layers: int, capacity: int, prompt_length_B: Tensor):
+        super().__init__(layers=[BlockLayer(capacity) for _ in range(layers)])
+        batch, device = prompt_length_B.shape[0], prompt_length_B.device
+        self.prompt_length_B = prompt_length_B
+        self.position_BK = torch.zeros(batch, 0, dtype=torch.long, device=device)
+        self.valid_BK = torch.zeros(batch, 0, dtype=torch.bool, device=device)
+        self.boundary_BD: Tensor | None = None
+
+    @property
+    def next_position_B(self) -> Tensor:
+        """Absolute position of the next token of each row."""
+        return self.valid_BK.sum(dim=1)
+
+    def commit(self, position_BC: Tensor, valid_BC: Tensor, boundary_BD: Tensor) -> None:
+        """Keep the first C positions that the last forward wrote."""
+        self.position_BK = torch.cat([self.position_BK, position_BC], dim=1)
+        self.valid_BK = torch.cat([self.valid_BK, valid_BC], dim=1)
+        self.boundary_BD = boundary_BD
+        for layer in self.layers:
+            layer.committed += position_BC.shape[1]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        for layer in self.layers:
+            layer.select(rows)
+        self.prompt_length_B, self.position_BK, self.valid_BK = (
+            self.prompt_length_B[rows], self.position_BK[rows], self.valid_BK[rows]
+        )
+        if self.boundary_BD is not None:
+            self.boundary_BD = self.boundary_BD[rows]

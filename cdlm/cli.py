@@ -1,0 +1,181 @@
+"""What did the user type? Parses the command line and calls the stages; heavy modules are loaded by the command that needs them."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def _parser() -> argparse.ArgumentParser:
+    from cdlm import __version__
+
+    top = argparse.ArgumentParser(prog="cdlm", description="Fewer, cheaper steps for block diffusion language models.")
+    top.add_argument("--version", action="version", version=f"cdlm {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    helps = {
+        "distill": "run all stages of a recipe that are not yet done, and print the table",
+        "collect": "the teacher decodes the prompts; store its trajectories",
+        "train": "train the student on them",
+        "evaluate": "measure teacher, baselines and student; write report.json, report.md, pareto.png",
+        "export": "write a folder that stock transformers loads",
+        "ablate": "train and measure the student with each combination of the losses, and print the table",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, as in recipes/")
+        command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value, as in train.steps=100")
+        command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: runs/<name of the recipe>)")
+        command.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
+    generate = commands.add_parser("generate", help="answer a prompt with a diffusion model")
+    generate.add_argument("model", metavar="MODEL", help="a folder or a Hub repository")
+    generate.add_argument("--prompt", required=True, help="text of the prompt")
+    generate.add_argument("--raw", action="store_true", help="do not wrap the prompt with the chat template")
+    generate.add_argument("--max-new-tokens", type=int, help="budget (default: the model's)")
+    generate.add_argument("--block-length", type=int, help="slots of a block (default: the model's)")
+    generate.add_argument("--confidence-threshold", type=float, help="reveal above this probability (default: the model's, else 0.9)")
+    generate.add_argument("--tokens-per-step", type=int, help="reveal so many slots a step, instead of a threshold")
+    generate.add_argument("--attention", choices=("block_causal", "full"), help="default: block_causal for a model that states a block length")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    generate.add_argument("--seed", type=int, default=0, help="of sampling")
+    generate.add_argument("--family", help="read the checkpoint as this family")
+    generate.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
+    generate.add_argument("--device", default="cpu", help="cpu, cuda ...")
+    generate.add_argument("--trace", action="store_true", help="show the blocks filling up, step by step")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 after one line that says what was wrong with the input."""
+    args = _parser().parse_args(arguments)
+    try:
+        if args.command == "generate":
+            return _generate(args)
+        return _stages(args)
+    except (ValueError, OSError) as error:
+        if os.environ.get("CDLM_TRACEBACK"):
+            raise
+        print(f"cdlm: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _stages(args: argparse.Namespace) -> int:
+    from cdlm import recipe as recipes
+
+    recipe = recipes.load(args.recipe, args.set)
+    out = args.out or Path("runs") / recipe.name
+    from cdlm import plan, stages
+
+    run = stages.Run(recipe, out, say=lambda text: print(text, flush=True))
+    if args.dry_run:
+        print(plan.text(run))
+        return 0
+    import torch
+
+    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {recipe.device}; this machine has no such device, set device=cpu")
+    if args.command == "ablate":
+        from cdlm import ablate
+
+        print(ablate.run(run))
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = [s for s in stages.STAGES if s != "collect" or recipe.collect is not None] if args.command == "distill" else [args.command]
+    _require(run, wanted[0])
+    began = time.monotonic()
+    for stage in wanted:
+        if stages.is_done(run, stage):
+            run.say(f"{stage}: done already")
+            continue
+        start = time.monotonic()
+        getattr(stages, stage)(run)
+        run.say(f"{stage}: done in {time.monotonic() - start:.0f} s")
+    if args.command in ("distill", "evaluate"):
+        _print_table(run)
+        run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'pareto.png'}")
+    return 0
+
+
+def _require(run, stage: str) -> None:
+    """A stage started alone needs the one before it."""
+    from cdlm import stages
+
+    order = [s for s in stages.STAGES if s != "collect" or run.recipe.collect is not None]
+    if stage not in order:
+        raise ValueError(f"this recipe has no {stage} stage; it has {', '.join(order)}")
+    for before in order[: order.index(stage)]:
+        if not stages.is_done(run, before):
+            raise ValueError(f"{stage} needs the result of {before}, which is not in {run.out}: run `cdlm {before}` or `cdlm distill` first")
+
+
+def _print_table(run) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from cdlm.evaluate import report
+
+    found = json.loads((run.out / "report.json").read_text())
+    console = Console(width=max(132, Console().width))
+    own = found["summary"]
+    shown = [
+        row for row in found["results"]
+        if row["parameter"] is None or row["parameter"] in (own["confidence_threshold"], run_truncated(own)) or row["method"] == "student_uncached"
+    ]
+    table = Table(title=f"{run.recipe.name}: batch {found['results'][0]['batch']}, latency at batch 1")
+    for i, name in enumerate(("task", *report.COLUMNS)):
+        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
+    for row, cells in zip(shown, report.table(shown), strict=True):
+        table.add_row(row["task"], *cells, style="bold" if row["task"] == "all" else None)
+    console.print(table)
+    for line in report.summary_lines(own):
+        console.print(line, highlight=False)
+
+
+def run_truncated(summary: dict) -> float | None:
+    """The step budget of the truncated teacher that the summary speaks of."""
+    return summary["truncated_steps"]
+
+
+def _generate(args: argparse.Namespace) -> int:
+    import torch
+
+    from cdlm import data, families
+    from cdlm.decode import DecodeConfig, decode
+
+    config = families.read_config(args.model)
+    model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)
+    tokenizer = families.load_tokenizer(args.model, model.facts)
+    generation = model.hf.generation_config
+    block_causal = (model.facts.block_length is not None) if args.attention is None else args.attention == "block_causal"
+    budget = args.max_new_tokens or generation.max_new_tokens or 256
+    threshold = args.confidence_threshold
+    if threshold is None and args.tokens_per_step is None:
+        threshold = config.get("confidence_threshold", 0.9)
+    decoding = DecodeConfig(
+        max_new_tokens=budget, block_length=args.block_length or model.facts.block_length or min(32, budget),
+        confidence_threshold=threshold, tokens_per_step=args.tokens_per_step, block_causal=block_causal, use_cache=block_causal,
+        temperature=args.temperature,
+    )
+    ids = data.prompt_ids(tokenizer, args.prompt, chat_template=tokenizer.chat_template is not None and not args.raw)
+    prompt = torch.tensor([ids], device=model.device)
+    seeds = [args.seed] if args.temperature > 0 else None
+    if args.trace:
+        from cdlm.trace import Trace
+
+        with Trace(tokenizer, decoding, model.facts.mask_token_id) as trace:
+            out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), decoding, callback=trace, seeds=seeds)
+    else:
+        out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), decoding, seeds=seeds)
+    print(tokenizer.decode(out.answer(0, model.facts.eos_token_ids)))
+    print(
+        f"{out.steps[0]} steps, {out.commit_forwards[0]} of them with a commit, {out.output_tokens[0]} tokens, "
+        f"{out.tokens_per_forward[0]:.2f} tokens a forward, stopped at {out.stop[0]}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""How text becomes rows of tokens and batches. Knows files, columns and tokenizers; knows no model and no loss.
+
+Shapes: B rows, P prompt tokens (left padded), N answer slots.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question: its place in the file, its group (a task name), its text and its tokens.
+
+    answer_ids holds the reference answer without an end-of-sequence token.
+    """
+
+    index: int
+    group: str
+    prompt: str
+    answer: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL or parquet file; an error names the line that can't be read."""
+    if not path.is_file():
+        raise ValueError(f"no data file at {path}")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    elif path.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is {row!r}; every line is an object with named columns")
+            rows.append(row)
+    else:
+        raise ValueError(f"{path} ends in {path.suffix!r}; allowed: .jsonl, .parquet")
+    if not rows:
+        raise ValueError(f"{path} holds no rows")
+    return rows
+
+
+def prompt_ids(tokenizer, prompt: str, *, chat_template: bool) -> list[int]:
+    """Tokens of a prompt, wrapped as one user turn when `chat_template` says so."""
+    if chat_template:
+        if tokenizer.chat_template is None:
+            raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+        return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return tokenizer(prompt)["input_ids"]
+
+
+def read_examples(
+    path: Path, tokenizer, *, prompt_key: str, answer_key: str, group_key: str | None, chat_template: bool,
+    max_prompt_tokens: int, max_new_tokens: int, limit: int | None = None, what: str = "data",
+) -> list[Example]:
+    """The first `limit` rows of a file as examples, in the file's order.
+
+    A prompt longer than max_prompt_tokens, an answer that does not fit into max_new_tokens with its end-of-sequence token, an
+    unknown token or a missing column is an error that names the row.
+    """
+    rows = read_rows(path)
+    if limit is not None and limit > len(rows):
+        raise ValueError(f"{what} asks for {limit} rows; {path} has {len(rows)}")
+    examples = []
+    for index, row in enumerate(rows[:limit]):
+        where = f"{path}, row {index + 1}"
+        for key in (prompt_key, answer_key, *([group_key] if group_key else [])):
+            if not isinstance(row.get(key), str):
+                raise ValueError(f"{where} has no text under {key!r}; its columns are {', '.join(map(str, row))}")
+        prompt = prompt_ids(tokenizer, row[prompt_key], chat_template=chat_template)
+        answer = tokenizer(row[answer_key], add_special_tokens=False)["input_ids"]
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in prompt + answer:
+            raise ValueError(f"{where} holds text the tokenizer does not know: {row[prompt_key]!r} / {row[answer_key]!r}")
+        if not 0 < len(prompt) <= max_prompt_tokens:
+            raise ValueError(f"{where}: the prompt has {len(prompt)} tokens, allowed are 1 to {max_prompt_tokens} (data.max_prompt_tokens)")
+        if len(answer) + 1 > max_new_tokens:
+            raise ValueError(f"{where}: the answer has {len(answer)} tokens and an end token, the budget is {max_new_tokens} (decode.max_new_tokens)")
+        group = row[group_key] if group_key else "all"
+        examples.append(Example(index, group, row[prompt_key], row[answer_key], prompt, answer))
+    return examples
+
+
+def pad_left(rows: list[list[int]], pad_token_id: int, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rows of unequal length as ids [B, P] and a mask [B, P], True for real tokens. Padding is known by place, not by id."""
+    width = max(len(row) for row in rows) if width is None else width
+    ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
+    valid = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = torch.tensor(row, dtype=torch.long)
+        valid[i, width - len(row) :] = True
+    return ids, valid
+
+
+def fill_budget(answer_ids: list[int], length: int, eos_token_id: int) -> list[int]:
+    """The answer, then end-of-sequence tokens to the end of the budget, as LLaDA's SFT data has them."""
+    assert len(answer_ids) < length
+    return answer_ids + [eos_token_id] * (length - len(answer_ids))
+
+
+def sample_seed(*parts: int) -> int:
+    """One seed from several numbers (seed, epoch, sample id ...), the same on every machine and in every process."""
+    import hashlib
+
+    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:7], "little")

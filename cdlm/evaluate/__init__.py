@@ -1,0 +1,1 @@
+"""Measuring: the clock, the methods that are compared, and the report."""

@@ -1,0 +1,210 @@
+"""From measured rows to report.json, report.md, pareto.png and the table a command prints."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cdlm.evaluate.run import Measured, result
+
+COLUMNS = ("method", "parameter", "accuracy", "steps", "commit", "forwards", "tokens", "TPF", "median s", "p90 s", "TPS", "n")
+TITLES = {
+    "teacher": "teacher, 1 token a step",
+    "teacher_truncated": "teacher, cut to few steps",
+    "teacher_threshold": "teacher, confidence threshold",
+    "teacher_block_causal": "teacher under the block-causal mask",
+    "student": "student, cached",
+    "student_uncached": "student, uncached",
+}
+
+
+def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(steps, accuracy) points by rising steps, each with the best accuracy that so many steps or fewer reach."""
+    out: list[tuple[float, float]] = []
+    for steps, accuracy in sorted(points):
+        out.append((steps, max(accuracy, out[-1][1]) if out else accuracy))
+    return out
+
+
+def steps_at(points: list[tuple[float, float]], accuracy: float) -> float | None:
+    """Fewest steps at which a sweep reaches an accuracy, by linear interpolation between neighbouring points of its
+    frontier; None when it never does. Golden: steps_at([(2, .5), (4, .9)], .7) = 2 + (.7 - .5) / (.9 - .5) * 2 = 3."""
+    before: tuple[float, float] | None = None
+    for steps, reached in frontier(points):
+        if reached >= accuracy:
+            if before is None:
+                return steps
+            share = (accuracy - before[1]) / (reached - before[1])
+            return before[0] + share * (steps - before[0])
+        before = (steps, reached)
+    return None
+
+
+def _pick(results: list[dict[str, Any]], method: str, parameter: float | None = None) -> dict[str, Any] | None:
+    for row in results:
+        if row["task"] == "all" and row["method"] == method and (parameter is None or row["parameter"] == parameter):
+            return row
+    return None
+
+
+def _points(results: list[dict[str, Any]], method: str) -> list[tuple[float, float]]:
+    return [(row["steps"], row["accuracy"]) for row in results if row["task"] == "all" and row["method"] == method]
+
+
+def summarise(results: list[dict[str, Any]], threshold: float, truncated: float | None) -> dict[str, Any]:
+    """The claims, over all tasks. A number whose methods were not run is null.
+
+    The student is taken at the recipe's own threshold, the truncated teacher at the student's mean steps (`truncated`).
+    matched_accuracy is the accuracy that both sweeps reach: the lower of the student's, at the recipe's threshold, and the best of
+    teacher_threshold; threshold_steps and student_steps are the steps at which each sweep first reaches it, interpolated.
+    step_reduction and latency_speedup compare the naive teacher with the student at the recipe's threshold.
+    """
+    teacher, student = _pick(results, "teacher"), _pick(results, "student", threshold)
+    cut = _pick(results, "teacher_truncated", truncated) if truncated is not None else None
+    out: dict[str, Any] = {
+        "confidence_threshold": threshold,
+        "teacher_accuracy": teacher and teacher["accuracy"],
+        "student_accuracy": student and student["accuracy"],
+        "truncated_accuracy": cut and cut["accuracy"],
+        "truncated_steps": cut and cut["steps"],
+        "teacher_steps": teacher and teacher["steps"],
+        "student_steps_at_threshold": student and student["steps"],
+        "tpf": student and student["tpf"],
+    }
+    matched = threshold_steps = student_steps = None
+    sweep = _points(results, "teacher_threshold")
+    if student and sweep:
+        matched = min(student["accuracy"], max(accuracy for _, accuracy in sweep))
+        threshold_steps = steps_at(sweep, matched)
+        student_steps = steps_at(_points(results, "student"), matched)
+    out |= {
+        "matched_accuracy": matched,
+        "threshold_steps": threshold_steps,
+        "student_steps": student_steps,
+        "student_steps_over_threshold_steps": student_steps / threshold_steps if student_steps and threshold_steps else None,
+    }
+    both = teacher and student
+    out["step_reduction"] = teacher["steps"] / student["steps"] if both else None
+    timed = both and teacher["latency_s"] and student["latency_s"]
+    out["latency_speedup"] = teacher["latency_s"]["median"] / student["latency_s"]["median"] if timed else None
+    return out
+
+
+def environment() -> dict[str, Any]:
+    """Where the numbers come from."""
+    import transformers
+
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "device": device, "threads": torch.get_num_threads(), "python": platform.python_version(),
+        "torch": torch.__version__, "transformers": transformers.__version__,
+    }
+
+
+def build(
+    measured: list[Measured], *, threshold: float, truncated: float | None, batch_size: int, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """report.json as a dictionary: summary, results for each task and method and for all tasks, environment, extra."""
+    tasks = sorted({row.group for m in measured for row in m.rows})
+    results = [result(m, None, batch_size) for m in measured]
+    if len(tasks) > 1 or tasks != ["all"]:
+        results += [result(m, task, batch_size) for task in tasks for m in measured]
+    return {"summary": summarise(results, threshold, truncated), "results": results, "environment": environment(), **extra}
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    latency = row["latency_s"]
+    return [
+        TITLES.get(row["method"], row["method"]), "" if row["parameter"] is None else f"{row['parameter']:g}",
+        f"{row['accuracy']:.1%}", f"{row['steps']:.1f}", f"{row['commit_forwards']:.1f}", f"{row['forwards']:.1f}",
+        f"{row['output_tokens']:.1f}", f"{row['tpf']:.2f}",
+        f"{latency['median']:.4f}" if latency else "", f"{latency['p90']:.4f}" if latency else "",
+        f"{row['tps']:.0f}" if row["tps"] else "", str(row["n"]),
+    ]
+
+
+def table(results: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of text under COLUMNS."""
+    return [_cells(row) for row in results]
+
+
+def markdown_table(rows: list[list[str]]) -> str:
+    """A GitHub table under COLUMNS; numbers to the right."""
+    head = "| " + " | ".join(COLUMNS) + " |"
+    rule = "|" + "|".join("---" if i == 0 else "---:" for i in range(len(COLUMNS))) + "|"
+    return "\n".join([head, rule, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The claims as sentences; those without numbers are left out."""
+    s, lines = summary, []
+    if s["teacher_accuracy"] is not None and s["student_accuracy"] is not None:
+        lines.append(
+            f"student {s['student_accuracy']:.1%} in {s['student_steps_at_threshold']:.1f} steps, "
+            f"teacher {s['teacher_accuracy']:.1%} in {s['teacher_steps']:.1f}: {s['step_reduction']:.1f}x fewer steps"
+            + (f", {s['latency_speedup']:.1f}x lower latency" if s["latency_speedup"] else "")
+        )
+    elif s["teacher_accuracy"] is not None:
+        lines.append(f"teacher {s['teacher_accuracy']:.1%} in {s['teacher_steps']:.1f} steps")
+    if s["truncated_accuracy"] is not None:
+        lines.append(f"the teacher cut to {s['truncated_steps']:.0f} steps: {s['truncated_accuracy']:.1%}")
+    if s["student_steps_over_threshold_steps"] is not None:
+        lines.append(
+            f"at {s['matched_accuracy']:.1%}: student {s['student_steps']:.2f} steps, training-free threshold decoding of the teacher "
+            f"{s['threshold_steps']:.2f} ({s['student_steps_over_threshold_steps']:.2f} of them)"
+        )
+    return lines
+
+
+def write(report: dict[str, Any], folder: Path, title: str) -> None:
+    """report.md and pareto.png, then report.json: the one that says that the stage is done comes last."""
+    tasks = sorted({row["task"] for row in report["results"]} - {"all"})
+    parts = [f"# {title}", "", *(f"- {line}" for line in summary_lines(report["summary"])), ""]
+    parts += [
+        "Steps are refinement forwards. With the cache a finished block is committed by the forward that takes the first step "
+        "in the next block, so forwards is not steps + commit. Tokens run up to and with the end-of-sequence token. Accuracy "
+        f"and steps at batch {report['results'][0]['batch']}, latency at batch 1 with all methods interleaved.", "",
+    ]
+    for task in ["all", *tasks]:
+        parts += [f"## {task}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
+    env = report["environment"]
+    parts += ["## environment", "", ", ".join(f"{key} {value}" for key, value in env.items()), ""]
+    (folder / "report.md").write_text("\n".join(parts))
+    plot(report["results"], folder / "pareto.png", title)
+    partial = folder / "report.json.partial"
+    partial.write_text(json.dumps(report, indent=2) + "\n")
+    partial.replace(folder / "report.json")
+
+
+def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Accuracy against steps (log scale), one curve a method; single points where nothing is swept."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 4.4), dpi=140)
+    styles = {
+        "teacher": ("o", "black"), "teacher_truncated": ("s", "tab:red"), "teacher_threshold": ("^", "tab:orange"),
+        "teacher_block_causal": ("D", "tab:purple"), "student": ("o", "tab:blue"), "student_uncached": ("x", "tab:cyan"),
+    }
+    for method, (marker, colour) in styles.items():
+        points = sorted(_points(results, method))
+        if points:
+            steps, accuracy = zip(*points, strict=True)
+            axes.plot(steps, [100 * a for a in accuracy], marker=marker, color=colour, label=TITLES[method], markersize=5, linewidth=1.2)
+    axes.set_xscale("log")
+    ticks = [t for t in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256) if axes.get_xlim()[0] <= t <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(-3, 103)
+    axes.set_xlabel("refinement steps per answer (mean, log scale)")
+    axes.set_ylabel("accuracy, %")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

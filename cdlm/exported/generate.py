@@ -1,0 +1,84 @@
+"""Block diffusion decoding with an exact block cache, for `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`.
+
+Needs only torch and transformers. The answer is filled block by block: every step is one forward over the block against the
+cached keys and values of all that precedes it, and reveals each slot whose confidence is above the threshold (at least the best
+one). The first step in a block also carries the tokens that precede it, the prompt or the finished block, under the block-causal
+mask, and their keys and values stay in the cache. (CDLM, arXiv 2511.19269.)
+"""
+
+import torch
+from transformers import DynamicCache
+
+
+def generate(
+    model,
+    inputs=None,
+    input_ids=None,
+    attention_mask=None,
+    generation_config=None,
+    max_new_tokens=None,
+    block_length=None,
+    confidence_threshold=None,
+    **kwargs,
+):
+    """Greedy answers, [rows, prompt + new tokens]; prompts are padded on the left, tokens behind an end token are padding.
+
+    max_new_tokens, block_length, confidence_threshold: default to generation_config.json and config.json.
+    """
+    config = model.config
+    if config.block_origin != "prompt_end" or config.prompt_attention != "bidirectional" or config.logit_shift:
+        raise ValueError("this file decodes models with blocks from the prompt's end, bidirectional prompts and aligned logits")
+    sampling = [k for k in ("do_sample", "num_beams", "temperature", "top_p", "top_k") if kwargs.get(k) not in (None, False, 1, 1.0)]
+    if sampling:
+        raise ValueError(f"decoding is greedy; not supported: {', '.join(sampling)}")
+    defaults = generation_config or model.generation_config
+    budget = max_new_tokens or defaults.max_new_tokens or model.generation_config.max_new_tokens
+    block = block_length or config.block_length
+    threshold = config.confidence_threshold if confidence_threshold is None else confidence_threshold
+    if not budget or budget < 1 or block < 1 or not 0 <= threshold <= 1:
+        raise ValueError(f"max_new_tokens {budget} and block_length {block} must be at least 1, confidence_threshold {threshold} within 0..1")
+    prompt = input_ids if input_ids is not None else inputs
+    valid = torch.ones_like(prompt, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    rows, mask_id, pad_id = prompt.shape[0], config.mask_token_id, config.pad_token_id
+    eos = torch.tensor(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id], device=prompt.device)
+
+    cache = DynamicCache(config=config)
+    answer = torch.full((rows, budget), mask_id, device=prompt.device)
+    key_valid = valid[:, :0]
+    pending, pending_valid = prompt, valid  # tokens that go into the cache with the next forward
+    stopped = torch.zeros(rows, dtype=torch.bool, device=prompt.device)
+    for first in range(0, budget, block):
+        end = min(first + block, budget)
+        slots = torch.full((rows, end - first), mask_id, device=prompt.device)
+        is_open = ~stopped[:, None].expand_as(slots)
+        while bool(is_open.any()):
+            ids = torch.cat([pending, slots], dim=1)
+            fresh = torch.cat([pending_valid, torch.ones_like(slots, dtype=torch.bool)], dim=1)
+            position = key_valid.sum(1, keepdim=True) + (fresh.cumsum(1) - 1).clamp(min=0)
+            # Pending tokens see the cache and one another; the block sees everything; nobody sees padding.
+            count, past = pending.shape[1], key_valid.shape[1]
+            allow = torch.cat([key_valid, fresh], dim=1)[:, None, :].repeat(1, ids.shape[1], 1)
+            allow[:, :count, past + count :] = False
+            allow = allow | ~allow.any(-1, keepdim=True)
+            logits = model(input_ids=ids, attention_mask=allow[:, None], position_ids=position, cache=cache, use_cache=True,
+                           logits_to_keep=slots.shape[1]).logits.float()
+            # Keep the pending tokens' keys and values, drop the block's.
+            cache.crop(-slots.shape[1])
+            key_valid = torch.cat([key_valid, pending_valid], dim=1)
+            pending, pending_valid = prompt[:, :0], valid[:, :0]
+
+            logits[..., mask_id] = -torch.inf
+            confidence, token = logits.softmax(-1).max(-1)
+            best = confidence.masked_fill(~is_open, -1).argmax(1, keepdim=True)
+            reveal = ((confidence > threshold) | torch.zeros_like(is_open).scatter(1, best, True)) & is_open
+            slots = torch.where(reveal, token, slots)
+            is_open = is_open & ~reveal
+        answer[:, first:end] = slots
+        pending, pending_valid = slots, torch.ones_like(slots, dtype=torch.bool)
+        stopped = stopped | torch.isin(slots, eos).any(1)
+        if bool(stopped.all()):
+            break
+    is_end = torch.isin(answer, eos)
+    behind = (is_end.cumsum(1) - is_end.long()) > 0
+    answer = answer.masked_fill(behind, pad_id)
+    return torch.cat([prompt, answer], dim=1)

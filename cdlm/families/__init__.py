@@ -1,0 +1,87 @@
+"""Checkpoint families: one file a family, and the one way to load a checkpoint.
+
+The file of a family offers NAME, `matches(config)` and `facts(config)`, with `config` the parsed config.json.
+"""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from cdlm.families import native
+from cdlm.families.base import DiffusionLM, Facts
+
+FAMILIES: dict[str, ModuleType] = {module.NAME: module for module in (native,)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+__all__ = ["DTYPES", "FAMILIES", "DiffusionLM", "Facts", "find", "load", "load_tokenizer", "read_config"]
+
+
+def read_config(path_or_id: str | Path) -> dict[str, Any]:
+    """config.json of a local folder or a Hub repository, as a dictionary. Runs no code of the repository."""
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{folder} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
+    elif folder.is_absolute() or str(path_or_id).count("/") != 1:
+        raise ValueError(f"no model at {path_or_id}: neither a folder here nor a Hub repository of the form user/name")
+    else:
+        from huggingface_hub import hf_hub_download
+
+        file = Path(hf_hub_download(str(path_or_id), "config.json"))
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    return config
+
+
+def find(config: dict[str, Any], family: str | None = None) -> ModuleType:
+    """The family that a config.json belongs to, or the one named."""
+    if family is not None:
+        if family not in FAMILIES:
+            raise ValueError(f"unknown family {family!r}; known: {', '.join(sorted(FAMILIES))}")
+        return FAMILIES[family]
+    for module in FAMILIES.values():
+        if module.matches(config):
+            return module
+    raise ValueError(
+        f"no family recognises model_type {config.get('model_type')!r}; known: {', '.join(sorted(FAMILIES))}. "
+        "Name one with family= if you know that it fits."
+    )
+
+
+def load(
+    path_or_id: str | Path,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | str = torch.float32,
+    device: str = "cpu",
+) -> DiffusionLM:
+    """A checkpoint as a `DiffusionLM` with `.facts`, in eval mode. No remote code is run."""
+    from transformers import AutoModelForCausalLM
+
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    config = read_config(path_or_id)
+    module = find(config, family)
+    facts = module.facts(config)
+    hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    return DiffusionLM(hf.to(device), facts, module.NAME).eval()
+
+
+def load_tokenizer(path_or_id: str | Path, facts: Facts):
+    """The tokenizer of a checkpoint, padding on the left, checked against the checkpoint's facts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left", trust_remote_code=False)
+    for name, stated in (("mask", facts.mask_token_id), ("pad", facts.pad_token_id)):
+        found = getattr(tokenizer, f"{name}_token_id")
+        if found is not None and found != stated:
+            raise ValueError(f"the tokenizer's {name} token is {found}, the checkpoint's is {stated}: not the tokenizer of this model")
+    return tokenizer

@@ -1,0 +1,158 @@
+"""What every checkpoint family looks like from above: facts, and a model that gives aligned rows.
+
+Row i of `sequence_hidden`, `denoise` and the logits made from them predicts token i, whatever the checkpoint does: the
+one-position shift of AR-initialised models is undone here, in `_align`, and nowhere else.
+Shapes: B rows, L tokens, C tokens to commit, S slots of a block, D hidden width, V vocabulary.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdlm import masks
+from cdlm.cache import BlockCache
+
+CHOICES = {
+    "noise": ("absorbing",),
+    "block_origin": ("prompt_end", "zero"),
+    "prompt_attention": ("bidirectional", "block_causal", "causal"),
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint's weights do not say about how it denoises (design: "What a family must offer")."""
+
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    block_length: int | None = None
+    noise: str = "absorbing"
+    block_origin: str = "prompt_end"
+    logit_shift: bool = False
+    prompt_attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if self.mask_token_id == self.pad_token_id or self.mask_token_id in self.eos_token_ids:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is also the pad or an end-of-sequence token "
+                f"(pad {self.pad_token_id}, eos {list(self.eos_token_ids)}); a diffusion model needs a mask token of its own"
+            )
+
+    def to_config(self) -> dict[str, Any]:
+        """As keys of config.json; token ids that transformers has keys for stay under those."""
+        named = asdict(self)
+        for known in ("eos_token_ids", "pad_token_id"):
+            del named[known]
+        return named
+
+
+FACT_NAMES = tuple(field.name for field in fields(Facts))
+
+
+class DiffusionLM(nn.Module):
+    """A stock transformers decoder with the facts of a diffusion LM. `hf` is the transformers model, LoRA layers included."""
+
+    def __init__(self, hf: nn.Module, facts: Facts, family: str):
+        super().__init__()
+        self.hf, self.facts, self.family = hf, facts, family
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.hf.parameters()).device
+
+    @property
+    def head(self) -> nn.Module:
+        """lm_head: final-norm hidden rows -> logits."""
+        return self.hf.get_output_embeddings()
+
+    def _rows(self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | None) -> Tensor:
+        """Raw hidden rows after the final norm, [B, L, D]."""
+        out = self.hf.get_decoder()(
+            input_ids=ids_BL, attention_mask=mask, position_ids=position_BL, cache=cache, use_cache=cache is not None
+        )
+        return out.last_hidden_state
+
+    def _align(self, row_BLD: Tensor, before_BD: Tensor | None) -> Tensor:
+        """Rows such that row i predicts token i. `before` precedes the first row (None: there is nothing before it)."""
+        if not self.facts.logit_shift:
+            return row_BLD
+        first = torch.zeros_like(row_BLD[:, :1]) if before_BD is None else before_BD[:, None]
+        return torch.cat([first, row_BLD[:, :-1]], dim=1)
+
+    def _horizon(self, position_BL: Tensor, prompt_length_B: Tensor, block_length: int) -> Tensor:
+        return masks.horizon(
+            position_BL, prompt_length_B, block_length,
+            origin=self.facts.block_origin, prompt_attention=self.facts.prompt_attention,
+        )
+
+    def sequence_hidden(
+        self, ids_BL: Tensor, valid_BL: Tensor, prompt_length_B: Tensor | None = None, block_length: int | None = None
+    ) -> Tensor:
+        """Aligned final-norm hidden rows of whole sequences, [B, L, D].
+
+        valid_BL: True for real tokens; padding may stand on the left.
+        block_length: None for full bidirectional attention, a number for the block-causal mask with blocks of that length
+            (then prompt_length_B, the real prompt tokens of each row, must be given).
+        """
+        position_BL = masks.positions(valid_BL)
+        if block_length is None:
+            horizon_BL = torch.full_like(position_BL, masks.NO_HORIZON)
+        else:
+            assert prompt_length_B is not None
+            horizon_BL = self._horizon(position_BL, prompt_length_B, block_length)
+        mask = masks.attention_mask(horizon_BL, position_BL, valid_BL)
+        return self._align(self._rows(ids_BL, mask, position_BL, None), None)
+
+    def sequence_logits(self, *args, **kwargs) -> Tensor:
+        """Aligned logits of whole sequences, [B, L, V]; arguments as in `sequence_hidden`."""
+        return self.head(self.sequence_hidden(*args, **kwargs))
+
+    def new_cache(self, prompt_valid_BL: Tensor, max_new_tokens: int) -> BlockCache:
+        """An empty cache for these prompts and as many new tokens."""
+        return BlockCache(
+            layers=self.hf.config.num_hidden_layers,
+            capacity=prompt_valid_BL.shape[1] + max_new_tokens,
+            prompt_length_B=prompt_valid_BL.sum(dim=1),
+        )
+
+    def denoise(
+        self, block_BS: Tensor, cache: BlockCache, block_length: int, commit: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Aligned hidden rows of the active block against the committed prefix, [B, S, D].
+
+        commit: (ids_BC, valid_BC), clean tokens that stand between the prefix and the block: the prompt before the first
+            block, the finished block before any other. They go through the same forward, under the block-causal mask, and
+            their keys and values stay in the cache; those of the block do not.
+        """
+        if commit is None:
+            ids_BL, fresh_valid_BL, count = block_BS, torch.ones_like(block_BS, dtype=torch.bool), 0
+        else:
+            ids_BL = torch.cat([commit[0], block_BS], dim=1)
+            fresh_valid_BL = torch.cat([commit[1], torch.ones_like(block_BS, dtype=torch.bool)], dim=1)
+            count = commit[0].shape[1]
+        position_BL = cache.next_position_B[:, None] + masks.positions(fresh_valid_BL)
+        mask = masks.attention_mask(
+            self._horizon(position_BL, cache.prompt_length_B, block_length),
+            torch.cat([cache.position_BK, position_BL], dim=1),
+            torch.cat([cache.valid_BK, fresh_valid_BL], dim=1),
+        )
+        row_BLD = self._rows(ids_BL, mask, position_BL, cache)
+        if commit is not None:
+            cache.commit(position_BL[:, :count], commit[1], row_BLD[:, count - 1])
+        return self._align(row_BLD[:, count:], cache.boundary_BD)
+
+    def prefill(self, prompt_BP: Tensor, valid_BP: Tensor, max_new_tokens: int, block_length: int) -> BlockCache:
+        """A cache that holds the prompt, from a forward of the prompt alone."""
+        cache = self.new_cache(valid_BP, max_new_tokens)
+        self.commit(prompt_BP, valid_BP, cache, block_length)
+        return cache
+
+    def commit(self, ids_BC: Tensor, valid_BC: Tensor, cache: BlockCache, block_length: int) -> None:
+        """Append clean tokens to the cache, from a forward of their own (`denoise(commit=...)` saves that forward)."""
+        self.denoise(ids_BC[:, :0], cache, block_length, commit=(ids_BC, valid_BC))

@@ -1,0 +1,31 @@
+"""Family "native": a folder under a stock transformers architecture, with the facts in its config.json.
+
+This is what `cdlm export` and the mdlm objective write. The facts are keys of config.json named as the fields of
+`Facts` (mask_token_id, block_length, block_origin, logit_shift, prompt_attention, noise).
+"""
+
+from typing import Any
+
+from cdlm.families.base import FACT_NAMES, Facts
+
+NAME = "native"
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Does this config.json say that it belongs here?"""
+    return config.get("diffusion_family") == NAME
+
+
+def facts(config: dict[str, Any]) -> Facts:
+    """The facts that config.json states; a missing mask token or end-of-sequence token is refused, never guessed."""
+    for key in ("mask_token_id", "eos_token_id", "pad_token_id"):
+        if config.get(key) is None:
+            raise ValueError(f"config.json has no {key}; a {NAME} diffusion checkpoint must state it (pad and eos are not stand-ins)")
+    eos = config["eos_token_id"]
+    stated = {name: config[name] for name in FACT_NAMES if config.get(name) is not None and name != "eos_token_ids"}
+    return Facts(**stated, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+
+
+def config_keys(facts: Facts) -> dict[str, Any]:
+    """The keys to add to a stock config so that `matches` and `facts` find them again."""
+    return {"diffusion_family": NAME, **facts.to_config()}

@@ -1,0 +1,71 @@
+"""A model from nothing: a stock config, a tokenizer, and an initialisation that fits a small network.
+
+"default"  transformers' own initialisation, N(0, 0.02) for most models.
+"fan_in"   weights N(0, 1 / fan_in), embeddings N(0, 1), biases 0: activations keep their size at any width.
+"copying"  fan_in, and two matrices start as partners of others: lm_head is the embedding scaled by width ** -0.5, and each
+           o_proj is the transpose of its v_proj. So a head that attends to a token raises that token's logit from the
+           first step on, and attention learns where to look without waiting for a copying circuit to form by chance.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from cdlm.families import native
+from cdlm.families.base import DiffusionLM, Facts
+
+INITS = ("default", "fan_in", "copying")
+
+
+def _fan_in(hf: nn.Module) -> None:
+    for name, parameter in hf.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim == 2:
+            embedding = parameter is hf.get_input_embeddings().weight
+            parameter.normal_(0.0, 1.0 if embedding else parameter.shape[1] ** -0.5)
+
+
+def _copying(hf: nn.Module) -> None:
+    head, embedding = hf.get_output_embeddings().weight, hf.get_input_embeddings().weight
+    if head is not embedding:
+        head.copy_(embedding * embedding.shape[1] ** -0.5)
+    for name, module in hf.named_modules():
+        if hasattr(module, "v_proj") and hasattr(module, "o_proj"):
+            if module.o_proj.weight.shape != module.v_proj.weight.T.shape:
+                raise ValueError(
+                    f"init copying: {name}.o_proj is {tuple(module.o_proj.weight.shape)}, the transpose of v_proj is "
+                    f"{tuple(module.v_proj.weight.T.shape)}; it needs as many key-value heads as heads"
+                )
+            module.o_proj.weight.copy_(module.v_proj.weight.T)
+
+
+def build(config_path: Path, tokenizer_path: Path, *, init: str, seed: int, dtype: torch.dtype = torch.float32) -> DiffusionLM:
+    """A freshly initialised bidirectional masked diffusion LM with the tokenizer's special tokens as its facts."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if init not in INITS:
+        raise ValueError(f"scratch.init is {init!r}; allowed: {', '.join(INITS)}")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    for token in ("mask", "eos", "pad"):
+        if getattr(tokenizer, f"{token}_token_id") is None:
+            raise ValueError(f"the tokenizer at {tokenizer_path} has no {token} token")
+    config = AutoConfig.from_pretrained(config_path)
+    if config.vocab_size < len(tokenizer):
+        raise ValueError(f"{config_path} has vocab_size {config.vocab_size}; the tokenizer has {len(tokenizer)} tokens")
+    config.eos_token_id, config.pad_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
+    facts = Facts(
+        mask_token_id=tokenizer.mask_token_id, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id
+    )
+    for key, value in native.config_keys(facts).items():
+        setattr(config, key, value)
+    torch.manual_seed(seed)
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    with torch.no_grad():
+        if init != "default":
+            _fan_in(hf)
+        if init == "copying":
+            _copying(hf)
+    hf.generation_config.eos_token_id, hf.generation_config.pad_token_id = config.eos_token_id, config.pad_token_id
+    return DiffusionLM(hf, facts, native.NAME)

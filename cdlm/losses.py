@@ -1,0 +1,62 @@
+"""The losses. Tensors in, one differentiable number out; no model, no trainer.
+
+Each mean is taken over a row's own set first and over the rows of the batch next, so the number does not depend on how
+rows are grouped into micro-batches. An empty set gives a zero that stays connected to the logits.
+Shapes: B rows, L tokens, V vocabulary. Sources are given per function; CDLM is arXiv 2511.19269.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def mean_over_sets(value_N: Tensor, set_BL: Tensor) -> Tensor:
+    """Mean over each row's set, then over rows. value_N holds one value for each True of set_BL, in row-major order.
+
+    A row with an empty set counts as zero.
+    """
+    weight_BL = set_BL / (set_BL.sum(dim=1, keepdim=True).clamp(min=1) * set_BL.shape[0])
+    return (value_N * weight_BL[set_BL]).sum()
+
+
+def forward_kl(target_logits_NV: Tensor, logits_NV: Tensor) -> Tensor:
+    """KL(softmax(target) || softmax(logits)) of each row, in nats and fp32, [N]. No gradient reaches the target."""
+    target_log_p = F.log_softmax(target_logits_NV.detach().float(), dim=-1)
+    log_q = F.log_softmax(logits_NV.float(), dim=-1)
+    return F.kl_div(log_q, target_log_p, reduction="none", log_target=True).sum(dim=-1)
+
+
+def distillation(logits_BLV: Tensor, teacher_logits_BLV: Tensor, newly_revealed_BL: Tensor) -> Tensor:
+    """CDLM equation 4: mean over U_y of KL(teacher || student).
+
+    logits_BLV: student at state y. teacher_logits_BLV: lm_head of the hidden row the teacher had when it revealed the slot.
+    newly_revealed_BL: U_y, the slots that are masked in y and revealed in y*.
+    """
+    return mean_over_sets(forward_kl(teacher_logits_BLV[newly_revealed_BL], logits_BLV[newly_revealed_BL]), newly_revealed_BL)
+
+
+def consistency(logits_BLV: Tensor, later_logits_BLV: Tensor, still_masked_BL: Tensor) -> Tensor:
+    """CDLM equation 5: mean over S_y of KL(stopgrad(student at y*) || student at y).
+
+    still_masked_BL: S_y, the slots that are masked in both states. The target is the same weights at the better informed
+    state, detached.
+    """
+    return mean_over_sets(forward_kl(later_logits_BLV[still_masked_BL], logits_BLV[still_masked_BL]), still_masked_BL)
+
+
+def masked_diffusion(logits_BLV: Tensor, target_BL: Tensor, masked_BL: Tensor, level_B: Tensor, length_B: Tensor) -> Tensor:
+    """CDLM equation 6 and LLaDA's SFT loss: mean over rows of (1/L_g) sum over masked i of (1/t) cross-entropy_i.
+
+    level_B: the noise level t of each row. length_B: L_g, how many slots of the row could have been masked.
+    The paper's equation 6 is a plain sum, without 1/L_g: its weight w_m is multiplied by L_g here.
+    """
+    ce_N = F.cross_entropy(logits_BLV[masked_BL].float(), target_BL[masked_BL], reduction="none")
+    weight_B = 1.0 / (level_B * length_B * masked_BL.shape[0])
+    return (ce_N * weight_B[:, None].expand_as(masked_BL)[masked_BL]).sum()
+
+
+def finite(loss: Tensor, name: str) -> Tensor:
+    """The loss, or a FloatingPointError that names it."""
+    if not torch.isfinite(loss):
+        raise FloatingPointError(f"the {name} loss is {loss.item()}; lower the learning rate or look at the data of this step")
+    return loss

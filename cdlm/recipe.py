@@ -1,0 +1,375 @@
+"""Which values a run has. A recipe is a YAML file of values; this module knows their names, types and limits.
+
+Everything is checked before any work: an unknown key, a missing key, a wrong type or a value outside its range is one
+ValueError that names the key and what is allowed. Paths are relative to the recipe's folder.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+OBJECTIVES = ("cdlm", "mdlm")
+METHODS = ("teacher", "teacher_truncated", "teacher_threshold", "teacher_block_causal", "student", "student_uncached")
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A model that starts from nothing. config: a config.json; tokenizer: a folder. init: see families/scratch.py."""
+
+    config: str
+    tokenizer: str
+    init: str = "copying"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where questions come from. prompts: those to train on; test: those to measure on, never trained on."""
+
+    prompts: str
+    test: str
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    group_key: str | None = None
+    chat_template: bool = True
+    max_prompt_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class Decode:
+    """max_new_tokens is the budget L_g, block_length is B, confidence_threshold the student's own tau."""
+
+    max_new_tokens: int
+    block_length: int
+    confidence_threshold: float = 0.9
+
+
+@dataclass(frozen=True)
+class Screening:
+    """Which trajectories count as degenerate; see trajectories.Screen."""
+
+    ngram: int = 8
+    repeats: int = 3
+    drop: bool = True
+    correct_only: bool = False
+
+
+@dataclass(frozen=True)
+class Collect:
+    """num_prompts: the first so many rows of data.prompts. stop_at_eos: a row stops after the block with its end token."""
+
+    num_prompts: int
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.5])
+    batch_size: int = 32
+    shard_size: int = 256
+    stop_at_eos: bool = True
+    screen: Screening = field(default_factory=Screening)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Rank, alpha and the linear layers that get an adapter."""
+
+    rank: int
+    alpha: int
+    targets: list[str]
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Train:
+    """How the student (objective cdlm) or a teacher (objective mdlm) is trained. lora: null trains all parameters.
+
+    batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs.
+    """
+
+    learning_rate: float
+    batch_size: int
+    objective: str = "cdlm"
+    steps: int | None = None
+    epochs: float | None = None
+    accumulation: int = 1
+    scheduler: str = "constant_with_warmup"
+    scheduler_kwargs: dict[str, Any] | None = None
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    adam_beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    distill_weight: float = 1.0
+    consistency_weight: float = 0.5
+    dlm_weight: float = 0.0
+    noise_floor: float = 0.02
+    noise_first_cap: float = 1.0
+    noise_ramp: float = 0.0
+    lora: Lora | None = None
+    num_examples: int | None = None
+    save_steps: int = 100
+    logging_steps: int = 10
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """What is measured. thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them.
+
+    num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: the first so
+    many of them, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.
+    teacher_stops_at_eos: false decodes the whole budget, as the paper's naive teacher does (its 256 steps).
+    baseline_stops_at_eos: the same for teacher_threshold; true is the stronger baseline.
+    """
+
+    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    thresholds: list[float] = field(default_factory=lambda: [0.5, 0.7, 0.8, 0.9, 0.95, 0.99])
+    truncated_steps: list[int] = field(default_factory=list)
+    num_prompts: int | None = None
+    batch_size: int = 32
+    latency_prompts: int = 20
+    warmup_prompts: int = 3
+    repeats: int = 1
+    teacher_stops_at_eos: bool = False
+    baseline_stops_at_eos: bool = True
+
+
+@dataclass(frozen=True)
+class Export:
+    """What the exported folder and its card say besides what is measured."""
+
+    license: str = "apache-2.0"
+    tags: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
+    base_model: str | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All values of a run. Exactly one of model (a folder or a Hub repository) and scratch."""
+
+    name: str
+    data: Data
+    decode: Decode
+    train: Train
+    collect: Collect | None = None
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    export: Export = field(default_factory=Export)
+    model: str | None = None
+    scratch: Scratch | None = None
+    family: str | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+    folder: Path = field(default=Path("."), metadata={"internal": True})
+
+    def path(self, value: str) -> Path:
+        """A path of the recipe, relative to the recipe's folder."""
+        return Path(value) if Path(value).is_absolute() else self.folder / value
+
+    def model_path(self) -> Path | str:
+        """The teacher's folder, or its Hub id when no such folder is there."""
+        assert self.model is not None
+        local = self.path(self.model)
+        return local if local.exists() or self.model.startswith((".", "/")) else self.model
+
+    def section(self, *names: str) -> dict[str, Any]:
+        """Some sections as plain values, for a stage's note of what it was asked to do."""
+        return {name: _plain(getattr(self, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _type_name(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
+    if kind in names:
+        return names[kind]
+    if typing.get_origin(kind) is list:
+        return f"a list, each item {_type_name(typing.get_args(kind)[0])}"
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join(_type_name(part) for part in typing.get_args(kind))
+    return "a group of keys"
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    """The value as the type a field asks for, or a ValueError that names the key."""
+    wrong = ValueError(f"{where} is {value!r}; it must be {_type_name(kind)}")
+    origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        parts = typing.get_args(kind)
+        if value is None and types.NoneType in parts:
+            return None
+        return _convert(value, next(part for part in parts if part is not types.NoneType), where)
+    if origin is list:
+        if not isinstance(value, list):
+            raise wrong
+        return [_convert(item, typing.get_args(kind)[0], f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise wrong
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, where)
+    if kind is float:
+        if isinstance(value, str):  # YAML reads 2e-5 as text
+            try:
+                value = float(value)
+            except ValueError:
+                raise wrong from None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong
+        return float(value)
+    if kind is int and (isinstance(value, bool) or not isinstance(value, int)):
+        raise wrong
+    if not isinstance(value, kind):
+        raise wrong
+    return value
+
+
+def _build(kind: Any, values: Any, where: str) -> Any:
+    """A section from its mapping: every key known, every key without a default there, every type right."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where or 'the recipe'} is {values!r}; it must be a group of keys")
+    hints = typing.get_type_hints(kind)
+    known = {f.name: f for f in dataclasses.fields(kind) if not f.metadata.get("internal")}
+    dot = f"{where}." if where else ""
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {dot}{close[0]}?" if close else f"known keys: {', '.join(known)}"
+            raise ValueError(f"unknown key {dot}{key}; {hint}")
+    for name, f in known.items():
+        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ValueError(f"missing key {dot}{name}: {_type_name(hints[name])}")
+    return kind(**{key: _convert(value, hints[key], f"{dot}{key}") for key, value in values.items()})
+
+
+def _override(values: dict[str, Any], assignment: str) -> None:
+    """Apply one --set a.b=value; the value is read as YAML."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not key:
+        raise ValueError(f"--set {assignment!r} is not of the form key=value, as in --set train.steps=100")
+    *sections, last = key.split(".")
+    for section in sections:
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            raise ValueError(f"--set {assignment!r}: {section} is no group of keys")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"--set {assignment!r}: the value is not YAML") from None
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML that refuses a key that stands twice."""
+
+
+def _mapping(loader: _Strict, node: yaml.MappingNode) -> dict[str, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"key {key} stands twice (line {node.start_mark.line + 1} and below)")
+    return loader.construct_mapping(node, deep=True)
+
+
+_Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Recipe:
+    """Read and check a recipe. `overrides` are texts of the form a.b=value."""
+    if not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise ValueError(f"no recipe at {path}" + (f"; there are {', '.join(near)}" if near else ""))
+    try:
+        values = yaml.load(path.read_text(), Loader=_Strict)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds {values!r}; a recipe is a group of keys")
+    for assignment in overrides or []:
+        _override(values, assignment)
+    recipe = dataclasses.replace(_build(Recipe, values, ""), folder=path.parent)
+    check(recipe)
+    return recipe
+
+
+def check(recipe: Recipe) -> None:
+    """Limits and relations between values. Touches only files that the recipe names."""
+    from cdlm.families import DTYPES, FAMILIES
+
+    def within(name: str, value: float, low: float, high: float = float("inf")) -> None:
+        if not low <= value <= high:
+            limit = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
+            raise ValueError(f"{name} is {value}; it must be {limit}")
+
+    def one_of(name: str, value: str, allowed: typing.Iterable[str]) -> None:
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+    r, d, t, e = recipe, recipe.decode, recipe.train, recipe.evaluate
+    if (r.model is None) == (r.scratch is None):
+        raise ValueError("exactly one of model and scratch must be given")
+    if not r.name or "/" in r.name:
+        raise ValueError(f"name is {r.name!r}; it names a folder under runs/ and must hold no '/'")
+    if r.family is not None:
+        one_of("family", r.family, FAMILIES)
+    one_of("dtype", r.dtype, DTYPES)
+    one_of("train.objective", t.objective, OBJECTIVES)
+    within("decode.max_new_tokens", d.max_new_tokens, 1)
+    within("decode.block_length", d.block_length, 1)
+    within("decode.confidence_threshold", d.confidence_threshold, 0, 1)
+    within("data.max_prompt_tokens", r.data.max_prompt_tokens, 1)
+    if d.max_new_tokens % d.block_length:
+        raise ValueError(
+            f"decode.block_length {d.block_length} does not divide decode.max_new_tokens {d.max_new_tokens}; "
+            f"lengths that do: {', '.join(str(n) for n in range(1, d.max_new_tokens + 1) if d.max_new_tokens % n == 0)}"
+        )
+    if (t.steps is None) == (t.epochs is None):
+        raise ValueError("exactly one of train.steps and train.epochs must be given")
+    within("train.steps", t.steps or 1, 1)
+    within("train.epochs", 1 if t.epochs is None else t.epochs, 1e-6)
+    within("train.learning_rate", t.learning_rate, 1e-12)
+    within("train.warmup", t.warmup, 0)
+    for name in ("batch_size", "accumulation", "save_steps", "logging_steps"):
+        within(f"train.{name}", getattr(t, name), 1)
+    for name in ("distill_weight", "consistency_weight", "dlm_weight"):
+        within(f"train.{name}", getattr(t, name), 0)
+    if t.lora is not None:
+        within("train.lora.rank", t.lora.rank, 1)
+        within("train.lora.dropout", t.lora.dropout, 0, 1)
+    if t.objective == "cdlm":
+        if r.collect is None:
+            raise ValueError("missing key collect: objective cdlm trains on trajectories")
+        if r.model is None:
+            raise ValueError("objective cdlm distills a teacher: give model, not scratch")
+        if not any((t.distill_weight, t.consistency_weight, t.dlm_weight)):
+            raise ValueError("train.distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained")
+    if r.collect is not None:
+        for name in ("num_prompts", "batch_size", "shard_size"):
+            within(f"collect.{name}", getattr(r.collect, name), 1)
+        if not r.collect.temperatures:
+            raise ValueError("collect.temperatures is empty; give at least one, 0.0 is greedy")
+        for temperature in r.collect.temperatures:
+            within("collect.temperatures", temperature, 0)
+        within("collect.screen.ngram", r.collect.screen.ngram, 1)
+        within("collect.screen.repeats", r.collect.screen.repeats, 1)
+    for method in e.methods:
+        one_of("evaluate.methods", method, METHODS)
+    for tau in e.thresholds:
+        within("evaluate.thresholds", tau, 0, 1)
+    for steps in e.truncated_steps:
+        within("evaluate.truncated_steps", steps, 1)
+    for name in ("batch_size", "latency_prompts", "repeats"):
+        within(f"evaluate.{name}", getattr(e, name), 1)
+    within("evaluate.warmup_prompts", e.warmup_prompts, 0)
+    for name in ("prompts", "test"):
+        if not r.path(getattr(r.data, name)).is_file():
+            raise ValueError(f"data.{name}: no file at {r.path(getattr(r.data, name))}")
+    if r.scratch is not None:
+        for name in ("config", "tokenizer"):
+            if not r.path(getattr(r.scratch, name)).exists():
+                raise ValueError(f"scratch.{name}: nothing at {r.path(getattr(r.scratch, name))}")

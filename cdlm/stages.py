@@ -1,0 +1,429 @@
+"""The stages of a run. Each reads the files of the stage before it and writes its own; a stage that is done is not done again.
+
+    runs/<name>/trajectories/   collect
+    runs/<name>/student/        train   (checkpoints/ meanwhile, log.jsonl for the losses)
+    runs/<name>/report.json     evaluate (report.md, pareto.png)
+    runs/<name>/export/         export
+
+Every stage leaves a note of what it was asked to do. A folder that holds the result of other values is an error, not a redo.
+"""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cdlm import data, families, trajectories
+from cdlm.decode import DecodeConfig, greedy
+from cdlm.families.base import DiffusionLM
+from cdlm.recipe import Recipe
+
+STAGES = ("collect", "train", "evaluate", "export")
+
+
+@dataclass
+class Run:
+    """A recipe and the folder it writes to."""
+
+    recipe: Recipe
+    out: Path
+    say: Callable[[str], None] = print
+    shared_trajectories: Path | None = None
+
+    @property
+    def trajectories(self) -> Path:
+        return self.shared_trajectories or self.out / "trajectories"
+
+    @property
+    def student(self) -> Path:
+        return self.out / "student"
+
+    @property
+    def exported(self) -> Path:
+        return self.out / "export"
+
+    def load_teacher(self) -> DiffusionLM:
+        """The model that the recipe starts from: the teacher, or a fresh one for `scratch`."""
+        r = self.recipe
+        if r.scratch is not None:
+            from cdlm.families import scratch
+
+            return scratch.build(
+                r.path(r.scratch.config), r.path(r.scratch.tokenizer), init=r.scratch.init, seed=r.seed, dtype=families.DTYPES[r.dtype]
+            ).to(r.device)
+        return families.load(r.model_path(), family=r.family, dtype=r.dtype, device=r.device)
+
+    def tokenizer(self, facts: families.Facts) -> Any:
+        r = self.recipe
+        return families.load_tokenizer(r.path(r.scratch.tokenizer) if r.scratch else r.model_path(), facts)
+
+    def examples(self, tokenizer: Any, which: str, limit: int | None) -> list[data.Example]:
+        """Questions of data.prompts or data.test."""
+        d = self.recipe.data
+        return data.read_examples(
+            self.recipe.path(getattr(d, which)), tokenizer, prompt_key=d.prompt_key, answer_key=d.answer_key, group_key=d.group_key,
+            chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, max_new_tokens=self.recipe.decode.max_new_tokens,
+            limit=limit, what=f"data.{which}",
+        )
+
+    def decode_config(self) -> DecodeConfig:
+        """The student's own decoding."""
+        d = self.recipe.decode
+        return DecodeConfig(
+            max_new_tokens=d.max_new_tokens, block_length=d.block_length, confidence_threshold=d.confidence_threshold
+        )
+
+    def weights_hash(self) -> str:
+        r = self.recipe
+        if r.scratch is not None:
+            return "scratch:" + r.path(r.scratch.config).read_text()
+        return trajectories.folder_hash(r.model_path())
+
+
+def _file_hash(path: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def request_of(run: Run, stage: str) -> dict[str, Any]:
+    """The values that decide what a stage writes."""
+    r = run.recipe
+    base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
+    decode = {k: v for k, v in r.section("decode")["decode"].items() if k != "confidence_threshold"}
+    made = {**base, **r.section("data", "collect"), "decode": decode, "prompts": _file_hash(r.path(r.data.prompts))}
+    if stage == "collect":
+        return made
+    trained = {**made, **r.section("train", "scratch")}
+    if stage == "train":
+        return trained
+    measured = {**trained, **r.section("decode", "evaluate"), "test": _file_hash(r.path(r.data.test))}
+    return measured if stage == "evaluate" else {**measured, **r.section("export")}
+
+
+def is_done(run: Run, stage: str) -> bool:
+    """Is the stage's result there, and is it of these values? Another recipe's result is an error."""
+    last = {
+        "collect": run.trajectories / "manifest.json", "train": run.student / "request.json",
+        "evaluate": run.out / "report.json", "export": run.exported / "README.md",
+    }[stage]
+    if not last.is_file():
+        return False
+    note = {
+        "collect": run.trajectories / "collection.json", "train": run.student / "request.json",
+        "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json",
+    }[stage]
+    _compare(note, request_of(run, stage), last.parent if stage != "evaluate" else run.out)
+    return True
+
+
+def _compare(note: Path, request: dict[str, Any], where: Path) -> None:
+    request = json.loads(json.dumps(request))
+    before = json.loads(note.read_text()) if note.is_file() else {}
+    changed = sorted(key for key in {*before, *request} if before.get(key) != request.get(key))
+    if changed:
+        what = "; ".join(_difference(key, before.get(key), request.get(key)) for key in changed)
+        raise ValueError(f"{where} holds the result of other values ({what}). Take another --out, or remove it to make it again.")
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        parts = [k for k in {**before, **now} if before.get(k) != now.get(k)]
+        return ", ".join(f"{key}.{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in parts)
+    return f"{key}: {before!r} there, {now!r} now"
+
+
+def _note(path: Path, request: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(request, indent=2, sort_keys=True) + "\n")
+    partial.replace(path)
+
+
+# ---- collect ---------------------------------------------------------------------------------------------------------
+
+
+def collect(run: Run) -> None:
+    """The teacher decodes the prompts; see trajectories.py."""
+    r, c = run.recipe, run.recipe.collect
+    if c is None:
+        raise ValueError("this recipe has no collect section: its objective trains on answers, not on trajectories")
+    model = run.load_teacher()
+    tokenizer = run.tokenizer(model.facts)
+    examples = run.examples(tokenizer, "prompts", c.num_prompts)
+    count = len(examples) * len(c.temperatures)
+    size = trajectories.hidden_bytes(count, r.decode.max_new_tokens, model.hf.config.hidden_size)
+    run.say(f"collect: {count} trajectories, {size / 2**20:.1f} MiB of hidden rows, into {run.trajectories}")
+    free = shutil.disk_usage(run.out).free
+    if size > free:
+        raise ValueError(f"collect needs {size / 2**30:.1f} GiB for hidden rows; {run.out} has {free / 2**30:.1f} GiB free")
+    manifest = trajectories.collect(
+        model, examples, run.trajectories,
+        config=DecodeConfig(
+            max_new_tokens=r.decode.max_new_tokens, block_length=r.decode.block_length, tokens_per_step=1,
+            block_causal=False, use_cache=False, stop_at_eos=c.stop_at_eos,
+        ),
+        temperatures=c.temperatures, batch_size=c.batch_size, shard_size=c.shard_size, seed=r.seed,
+        screen=trajectories.Screen(**asdict(c.screen)), request=json.loads(json.dumps(request_of(run, "collect"))), say=run.say,
+    )
+    run.say(f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
+
+
+# ---- train -----------------------------------------------------------------------------------------------------------
+
+
+def train(run: Run) -> None:
+    """Train the student, or for mdlm the model itself; goes on from the last checkpoint."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from cdlm import trainer as training
+
+    r, t = run.recipe, run.recipe.train
+    model = run.load_teacher()
+    tokenizer = run.tokenizer(model.facts)
+    request = json.loads(json.dumps(request_of(run, "train")))
+    checkpoints = run.out / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    if (checkpoints / "request.json").is_file():
+        _compare(checkpoints / "request.json", request, checkpoints)
+    else:
+        _note(checkpoints / "request.json", request)
+
+    lengths = None
+    if t.objective == "cdlm":
+        dataset = training.TrajectoryStates(trajectories.Trajectories(run.trajectories), model, r.decode.block_length, r.seed)
+        head = _frozen_copy(model.head)
+    else:
+        examples = run.examples(tokenizer, "prompts", t.num_examples)
+        dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed)
+        lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
+        head = None
+    peft_model = None
+    if t.lora is not None:
+        peft_model = training.add_lora(
+            model, rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout
+        )
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    per_step = t.batch_size * t.accumulation
+    steps = t.steps or max(1, round(t.epochs * len(dataset) / per_step))
+    run.say(
+        f"train: {trainable:,} of {sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps of {per_step} rows "
+        f"({steps * per_step / len(dataset):.1f} epochs of {len(dataset)})"
+    )
+    args = training.CDLMConfig(
+        output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
+        distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight,
+        noise_floor=t.noise_floor, noise_first_cap=t.noise_first_cap, noise_ramp=t.noise_ramp,
+        learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
+        warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
+        per_device_train_batch_size=t.batch_size, gradient_accumulation_steps=t.accumulation,
+        weight_decay=t.weight_decay, adam_beta2=t.adam_beta2, max_grad_norm=t.max_grad_norm,
+        seed=r.seed, data_seed=r.seed, save_steps=t.save_steps, save_total_limit=1, logging_steps=t.logging_steps,
+        use_cpu=r.device == "cpu", dataloader_pin_memory=False, disable_tqdm=True, dataloader_drop_last=True,
+    )
+    teacher_trainer = training.CDLMTrainer(
+        model, args, dataset, training.Collator(model, r.decode.max_new_tokens), teacher_head=head, lengths=lengths,
+        peft_model=peft_model, callbacks=[_progress(run, steps)],
+    )
+    from transformers.trainer_callback import PrinterCallback
+
+    teacher_trainer.remove_callback(PrinterCallback)
+    last = get_last_checkpoint(str(checkpoints))
+    if last is not None:
+        run.say(f"train: goes on from {Path(last).name}")
+    teacher_trainer.train(resume_from_checkpoint=last)
+    _save_student(run, model, tokenizer, peft_model, request)
+    _note_log(run, teacher_trainer.state.log_history)
+    shutil.rmtree(checkpoints)
+
+
+def _frozen_copy(module: torch.nn.Module) -> torch.nn.Module:
+    import copy
+
+    return copy.deepcopy(module).requires_grad_(False)
+
+
+def _progress(run: Run, steps: int) -> Any:
+    """A callback that says losses, speed and the time left."""
+    from transformers import TrainerCallback
+
+    class Progress(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.began, self.first = time.monotonic(), state.global_step
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            shown = {k: v for k, v in (logs or {}).items() if k.endswith("_loss") and k != "train_loss"}
+            done = state.global_step - self.first
+            if not shown or not done:
+                return
+            spent = time.monotonic() - self.began
+            parts = ", ".join(f"{k[:-5]} {v:.3f}" for k, v in shown.items())
+            run.say(f"train: step {state.global_step} of {steps}, {parts}, {spent / done:.2f} s a step, about {spent / done * (steps - state.global_step):.0f} s left")
+
+    return Progress()
+
+
+def _note_log(run: Run, history: list[dict[str, Any]]) -> None:
+    (run.out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
+
+
+def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any, request: dict[str, Any]) -> None:
+    """The adapter, or the whole model; request.json comes last and says that it is complete."""
+    partial = run.out / "student.partial"
+    if partial.exists():
+        shutil.rmtree(partial)
+    if peft_model is not None:
+        peft_model.save_pretrained(partial)
+    else:
+        model.hf.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    _note(partial / "request.json", request)
+    if run.student.exists():
+        shutil.rmtree(run.student)
+    partial.replace(run.student)
+
+
+def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
+    """The trained model, and the PeftModel around it when it is an adapter on `base` (which is then changed in place)."""
+    if (run.student / "adapter_config.json").is_file():
+        from peft import PeftModel
+
+        peft_model = PeftModel.from_pretrained(base.hf, run.student)
+        return DiffusionLM(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
+    student = families.load(run.student, dtype=run.recipe.dtype, device=run.recipe.device)
+    return DiffusionLM(student.hf, base.facts, base.family).eval(), None
+
+
+# ---- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def evaluate(run: Run) -> None:
+    """Accuracy, steps and latency of every method on the test set; writes report.json, report.md, pareto.png."""
+    from cdlm.evaluate import report
+    from cdlm.evaluate.run import Measured, Method, mean, time_all
+    from cdlm.evaluate.run import run as run_methods
+
+    r, e = run.recipe, run.recipe.evaluate
+    if r.train.objective == "cdlm":
+        teacher = run.load_teacher()
+        student, peft_model = load_student(run, teacher)
+    else:
+        teacher = student = families.load(run.student, dtype=r.dtype, device=r.device)
+        peft_model = None
+    tokenizer = run.tokenizer(teacher.facts)
+    examples = run.examples(tokenizer, "test", e.num_prompts)
+
+    @contextlib.contextmanager
+    def teacher_weights() -> Iterator[None]:
+        with peft_model.disable_adapter() if peft_model is not None else contextlib.nullcontext():
+            yield
+
+    naive = DecodeConfig(
+        max_new_tokens=r.decode.max_new_tokens, block_length=r.decode.block_length, tokens_per_step=1,
+        block_causal=False, use_cache=False, stop_at_eos=e.teacher_stops_at_eos,
+    )
+    tau = r.decode.confidence_threshold
+    thresholds = sorted({*e.thresholds, tau})
+    own = run.decode_config()
+
+    def methods(name: str) -> list[Method]:
+        if name == "teacher":
+            return [Method(name, None, naive, teacher, teacher_weights)]
+        if name == "teacher_threshold":
+            stop = e.baseline_stops_at_eos
+            return [
+                Method(name, t, greedy(naive, confidence_threshold=t, stop_at_eos=stop), teacher, teacher_weights, timed=t == tau)
+                for t in thresholds
+            ]
+        if name == "teacher_block_causal":
+            return [Method(name, None, greedy(own, tokens_per_step=1), teacher, teacher_weights, timed=False)]
+        if name == "student":
+            return [
+                Method(name, t, greedy(own, confidence_threshold=t), student, contextlib.nullcontext, timed=t == tau) for t in thresholds
+            ]
+        if name == "student_uncached":
+            return [Method(name, tau, greedy(own, use_cache=False), student, contextlib.nullcontext)]
+        return [
+            Method(name, s, greedy(naive, steps=int(s)), teacher, teacher_weights, timed=s == truncated) for s in sorted(cut_steps)
+        ]
+
+    measured: list[Measured] = []
+    truncated: float | None = None
+    first = [m for name in ("student", "teacher") if name in e.methods for m in methods(name)]
+    measured += run_methods(first, examples, tokenizer, e.batch_size, run.say)
+    at_tau = [m for m in measured if m.method.name == "student" and m.method.parameter == tau]
+    cut_steps = set(e.truncated_steps)
+    if at_tau:
+        truncated = max(naive.blocks, round(mean(row.steps for row in at_tau[0].rows)))
+        cut_steps |= {truncated}
+    rest = [m for name in e.methods if name not in ("student", "teacher") for m in methods(name)]
+    measured += run_methods(rest, examples, tokenizer, e.batch_size, run.say)
+    order = {name: i for i, name in enumerate(e.methods)}
+    measured.sort(key=lambda m: order[m.method.name])
+    timed = _spread(examples, e.latency_prompts)
+    run.say(f"evaluate: latency at batch 1 on {len(timed)} prompts, methods interleaved")
+    time_all(measured, timed, e.warmup_prompts, e.repeats)
+
+    request = json.loads(json.dumps(request_of(run, "evaluate")))
+    found = report.build(
+        measured, threshold=tau, truncated=truncated, batch_size=e.batch_size, extra={"recipe": r.name, "request": request}
+    )
+    _note(run.out / "evaluate.request.json", request)
+    report.write(found, run.out, r.name)
+    with (run.out / "samples.jsonl").open("w") as stream:
+        for m in measured:
+            for example, row in zip(examples, m.rows, strict=True):
+                stream.write(json.dumps({"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}) + "\n")
+
+
+def _spread(examples: list[data.Example], count: int) -> list[data.Example]:
+    """`count` examples, taken from the groups in turn so that each has its share."""
+    groups: dict[str, list[data.Example]] = {}
+    for example in examples:
+        groups.setdefault(example.group, []).append(example)
+    out: list[data.Example] = []
+    place = 0
+    while len(out) < min(count, len(examples)):
+        out += [rows[place] for rows in groups.values() if place < len(rows)]
+        place += 1
+    return out[:count]
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+def export(run: Run) -> None:
+    """The folder for users: stock architecture, adapter merged, decoder and card beside the weights."""
+    from cdlm import hub
+    from cdlm.evaluate import report
+
+    r = run.recipe
+    if r.train.objective == "cdlm":
+        base = run.load_teacher()
+        student, peft_model = load_student(run, base)
+        tokenizer = run.tokenizer(base.facts)
+        if peft_model is not None:
+            probe = run.examples(tokenizer, "test", 1)[0]
+            ids = torch.tensor([probe.prompt_ids + probe.answer_ids], device=base.device)
+            student = DiffusionLM(hub.merge_lora(peft_model, ids), base.facts, base.family)
+        facts = families.Facts(**{**asdict(base.facts), "block_length": r.decode.block_length})
+        threshold: float | None = r.decode.confidence_threshold
+    else:
+        student = families.load(run.student, dtype=r.dtype)
+        tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None
+    found = json.loads((run.out / "report.json").read_text())
+    rows = [row for row in found["results"] if row["task"] == "all"]
+    card = hub.card(
+        r.name, report=found, base_model=r.export.base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
+        decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)), lines=report.summary_lines(found["summary"]),
+    )
+    _note(run.out / "export.request.json", json.loads(json.dumps(request_of(run, "export"))))
+    hub.save(
+        student, tokenizer, run.exported, facts=facts, max_new_tokens=r.decode.max_new_tokens, confidence_threshold=threshold, card=card
+    )
+    run.say(f"export: {run.exported}")

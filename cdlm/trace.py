@@ -1,0 +1,37 @@
+"""Shows blocks filling up in the terminal: one line a step, the slots revealed by that step in colour."""
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from cdlm.decode import DecodeConfig, Step
+
+
+class Trace:
+    """A decoding callback for one row. Each line: step, block, and the whole budget so far; open slots are dots."""
+
+    def __init__(self, tokenizer: Any, config: DecodeConfig, mask_token_id: int, console: Console | None = None):
+        self.tokenizer, self.config, self.mask = tokenizer, config, mask_token_id
+        self.console = console or Console(stderr=True, highlight=False)
+        self.slots: list[int] = [mask_token_id] * config.max_new_tokens
+        self.count = 0
+
+    def __enter__(self) -> "Trace":
+        self.console.print(Text("step block  answer (revealed in this step: green; open: ·)", style="dim"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def __call__(self, step: Step) -> None:
+        self.count += 1
+        ids, revealed = step.ids_AS[0].tolist(), step.reveal_AS[0].tolist()
+        self.slots[step.first_slot : step.first_slot + len(ids)] = ids
+        end = step.first_slot + len(ids)
+        line = Text(f"{self.count:4d} {step.block:5d}  ")
+        for slot, token in enumerate(self.slots[:end]):
+            fresh = slot >= step.first_slot and revealed[slot - step.first_slot]
+            line.append("·" if token == self.mask else self.tokenizer.decode([token]), style="bold black on green" if fresh else "")
+        self.console.print(line)

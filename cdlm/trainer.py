@@ -1,0 +1,341 @@
+"""What exists only because a Trainer calls it: datasets that draw states, a collator, CDLMConfig and CDLMTrainer.
+
+Two objectives. "cdlm" trains a block-causal student from a teacher's trajectories with three losses (CDLM, arXiv 2511.19269,
+algorithm 2); "mdlm" trains a bidirectional masked diffusion LM on prompts and answers (LLaDA, arXiv 2502.09992, SFT loss).
+The losses themselves stand in `losses.py`.
+
+Every random draw of a row comes from a seed made of (seed, epoch, row), so it depends on neither batch nor device nor on
+where a run was resumed. Shapes: B rows, P prompt tokens, N slots, L = P + N, D width, V vocabulary.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from cdlm import data, losses, noise
+from cdlm.families.base import DiffusionLM
+
+
+@dataclass
+class CDLMConfig(TrainingArguments):
+    """TrainingArguments with the values of consistency distillation.
+
+    The three weights default to the paper's for Dream (1.0, 0.5, 0.01), its w_m multiplied by L_g = 256 because the loss here
+    is a mean over the budget where equation 6 is a sum. A weight of 0 skips that loss and the forward it needs.
+    """
+
+    objective: str = field(default="cdlm", metadata={"help": "cdlm: three losses on trajectories; mdlm: LLaDA's SFT loss."})
+    block_length: int = field(default=32, metadata={"help": "Slots of a block."})
+    distill_weight: float = field(default=1.0, metadata={"help": "Weight of equation 4."})
+    consistency_weight: float = field(default=0.5, metadata={"help": "Weight of equation 5."})
+    dlm_weight: float = field(default=2.56, metadata={"help": "Weight of equation 6 (0.01 x 256 in the paper's units)."})
+    noise_floor: float = field(default=0.02, metadata={"help": "Smallest noise level t; the largest weight is its inverse."})
+    noise_first_cap: float = field(default=1.0, metadata={"help": "Largest noise level at the start of training; 1 is U(0, 1)."})
+    noise_ramp: float = field(default=0.0, metadata={"help": "Share of training over which the largest level rises to 1."})
+    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
+    lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "Schedule of the learning rate."})
+    warmup_steps: float = field(default=0.05, metadata={"help": "Warm-up steps; below 1, their share of all steps."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Batches carry columns that no forward names."})
+    report_to: str = field(default="none", metadata={"help": "Where to report besides the log."})
+    bf16: bool = field(default=False, metadata={"help": "Mixed precision."})
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective is {self.objective!r}; allowed: {', '.join(OBJECTIVES)}")
+        for name in ("distill_weight", "consistency_weight", "dlm_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above")
+        if self.objective == "cdlm" and not any(self.weights.values()):
+            raise ValueError("distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained")
+        if not 0 < self.noise_floor < self.noise_first_cap <= 1:
+            raise ValueError(f"0 < noise_floor < noise_first_cap <= 1 must hold; got {self.noise_floor} and {self.noise_first_cap}")
+        super().__post_init__()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {"distill": self.distill_weight, "consistency": self.consistency_weight, "dlm": self.dlm_weight}
+
+
+class Trajectory(Protocol):
+    """What training reads of a stored trajectory."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    tokens: Tensor
+    step: Tensor
+    decoded: int
+    hidden: Tensor
+
+
+class _Drawing(Dataset):
+    """A dataset whose rows are drawn anew each epoch, from (seed, epoch, row)."""
+
+    def __init__(self, seed: int):
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def generator(self, index: int) -> torch.Generator:
+        return torch.Generator().manual_seed(data.sample_seed(self.seed, self.epoch, index))
+
+
+class TrajectoryStates(_Drawing):
+    """Trajectories as pairs of states: y at a random step, y* when y's block is full. (Algorithm 2, lines 2-4.)
+
+    A row: prompt_ids; y, y_star [N]; hidden [N, D] of the teacher; answer [N], the reference filled up with end tokens;
+    level and uniform [N], the noise that equation 6 puts on the answer.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory], model: DiffusionLM, block_length: int, seed: int):
+        super().__init__(seed)
+        self.trajectories, self.block_length = trajectories, block_length
+        self.mask, self.eos = model.facts.mask_token_id, model.facts.eos_token_ids[0]
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        trajectory, draw = self.trajectories[index], self.generator(index)
+        slots = trajectory.tokens.shape[0]
+        start = int(torch.randint(trajectory.decoded, (1,), generator=draw))
+        end = min(trajectory.decoded, (start // self.block_length + 1) * self.block_length)
+        revealed = trajectory.step >= 0
+        return {
+            "prompt_ids": trajectory.prompt_ids,
+            "y": torch.where(revealed & (trajectory.step < start), trajectory.tokens, self.mask),
+            "y_star": torch.where(revealed & (trajectory.step < end), trajectory.tokens, self.mask),
+            "hidden": trajectory.hidden,
+            "answer": torch.tensor(data.fill_budget(trajectory.answer_ids, slots, self.eos)),
+            "level": torch.rand(1, generator=draw)[0],
+            "uniform": torch.rand(slots, generator=draw),
+        }
+
+
+class AnswerNoise(_Drawing):
+    """Examples as noisy answers: prompt_ids, answer_ids, level and uniform [max_new_tokens]."""
+
+    def __init__(self, examples: Sequence[data.Example], max_new_tokens: int, seed: int):
+        super().__init__(seed)
+        self.examples, self.max_new_tokens = examples, max_new_tokens
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example, draw = self.examples[index], self.generator(index)
+        return {
+            "prompt_ids": example.prompt_ids,
+            "answer_ids": example.answer_ids,
+            "level": torch.rand(1, generator=draw)[0],
+            "budget": float(torch.rand(1, generator=draw)),
+            "uniform": torch.rand(self.max_new_tokens, generator=draw),
+        }
+
+
+class Collator:
+    """Rows to tensors: prompts padded on the left, everything else stacked.
+
+    Rows with answer_ids get a common budget: the longest answer of the batch with its end token, plus a random part of what
+    is left to max_new_tokens (the mean of the rows' draws, cubed, so that most batches are short and some are full).
+    """
+
+    def __init__(self, model: DiffusionLM, max_new_tokens: int):
+        self.pad, self.eos, self.max_new_tokens = model.facts.pad_token_id, model.facts.eos_token_ids[0], max_new_tokens
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        prompt, valid = data.pad_left([row["prompt_ids"] for row in rows], self.pad)
+        batch = {"prompt": prompt, "prompt_valid": valid}
+        if "answer_ids" in rows[0]:
+            longest = max(len(row["answer_ids"]) for row in rows) + 1
+            slots = longest + round((self.max_new_tokens - longest) * rows[0]["budget"] ** 3)
+            batch["answer"] = torch.tensor([data.fill_budget(row["answer_ids"], slots, self.eos) for row in rows])
+            batch["uniform"] = torch.stack([row["uniform"][:slots] for row in rows])
+            batch["level"] = torch.stack([row["level"] for row in rows])
+        else:
+            for key in ("y", "y_star", "hidden", "answer", "uniform", "level"):
+                batch[key] = torch.stack([row[key] for row in rows])
+        return batch
+
+
+class LengthGrouped(Sampler[int]):
+    """A random order in which rows of similar length stand together: batches of a shuffled chunk, sorted, then shuffled."""
+
+    def __init__(self, lengths: Sequence[tuple[int, int]], batch_size: int, seed: int, chunk: int = 16):
+        self.lengths, self.batch_size, self.seed, self.chunk, self.epoch = lengths, batch_size, seed, chunk, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        draw = torch.Generator().manual_seed(data.sample_seed(self.seed, self.epoch))
+        order = torch.randperm(len(self.lengths), generator=draw).tolist()
+        step = self.batch_size * self.chunk
+        for begin in range(0, len(order), step):
+            rows = sorted(order[begin : begin + step], key=lambda i: self.lengths[i])
+            batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+            full = [b for b in batches if len(b) == self.batch_size]
+            for i in torch.randperm(len(full), generator=draw).tolist():
+                yield from full[i]
+            yield from (row for b in batches if len(b) < self.batch_size for row in b)
+
+
+class _Epoch(TrainerCallback):
+    """Tells dataset and sampler which epoch it is."""
+
+    def __init__(self, *listeners: Any):
+        self.listeners = listeners
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        for listener in self.listeners:
+            listener.set_epoch(int(state.epoch or 0))
+
+
+class CDLMTrainer(Trainer):
+    """transformers' Trainer with the objectives of this package.
+
+    teacher_head: the teacher's lm_head, for "cdlm"; it stays as it is, also when the student's own head is trained.
+    Every loss is logged under its name, with its weight beside it. loss_is_scaled_for_ga is False: a loss is a mean over its
+    micro-batch, and the Trainer divides by the number of micro-batches.
+    """
+
+    _tag_names = ["cdlm", "diffusion", "block-diffusion"]
+    _name = "CDLM"
+    _paper = {"title": "CDLM: Consistency Diffusion Language Models for Faster Sampling", "id": "2511.19269"}
+    loss_is_scaled_for_ga = False
+
+    def __init__(
+        self, model: DiffusionLM, args: CDLMConfig, train_dataset: Dataset, data_collator: Collator,
+        teacher_head: nn.Module | None = None, lengths: Sequence[tuple[int, int]] | None = None, peft_model: Any = None,
+        **kwargs: Any,
+    ):
+        if args.objective == "cdlm" and args.distill_weight > 0 and teacher_head is None:
+            raise ValueError("objective cdlm with distill_weight > 0 needs teacher_head, the teacher's lm_head")
+        wrapped = model.hf if peft_model is None else peft_model  # what checkpoints save; forwards go through `model`
+        super().__init__(model=wrapped, args=args, train_dataset=train_dataset, data_collator=data_collator, **kwargs)
+        self.diffusion, self.teacher_head, self.lengths = model, teacher_head, lengths
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = defaultdict(int)
+        self._epoch = _Epoch(*([train_dataset] if isinstance(train_dataset, _Drawing) else []))
+        self.add_callback(self._epoch)
+
+    def _get_train_sampler(self, train_dataset=None):
+        if self.lengths is None:
+            return super()._get_train_sampler(train_dataset)
+        sampler = LengthGrouped(self.lengths, self.args.train_batch_size, self.args.seed)
+        self._epoch.listeners += (sampler,)
+        return sampler
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert isinstance(self.args, CDLMConfig)
+        parts = OBJECTIVES[self.args.objective](self, inputs)
+        total = None
+        for name, loss in parts.items():
+            weight = self.args.weights[name] if self.args.objective == "cdlm" else 1.0
+            losses.finite(loss, name)
+            self._sums[name] = self._sums.get(name, 0) + loss.detach()
+            self._counts[name] += 1
+            total = weight * loss if total is None else total + weight * loss
+        return (total, {}) if return_outputs else total
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the mean of each loss since the last log, and its weight."""
+        assert isinstance(self.args, CDLMConfig)
+        for name, value in self._sums.items():
+            logs[f"{name}_loss"] = round(float(value) / self._counts[name], 6)
+            if self.args.objective == "cdlm":
+                logs[f"{name}_weight"] = self.args.weights[name]
+        self._sums, self._counts = {}, defaultdict(int)
+        super().log(logs, start_time)
+
+    def _cap(self) -> float:
+        assert isinstance(self.args, CDLMConfig)
+        progress = self.state.global_step / max(1, self.state.max_steps)
+        return noise.rising_cap(progress, self.args.noise_first_cap, self.args.noise_ramp)
+
+
+def _whole(batch: dict[str, Tensor], slots_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Prompt and slots as one sequence: ids [B, L], valid [B, L], prompt lengths [B]."""
+    ids_BL = torch.cat([batch["prompt"], slots_BN], dim=1)
+    valid_BL = torch.cat([batch["prompt_valid"], torch.ones_like(slots_BN, dtype=torch.bool)], dim=1)
+    return ids_BL, valid_BL, batch["prompt_valid"].sum(dim=1)
+
+
+def _noisy_answer(trainer: CDLMTrainer, batch: dict[str, Tensor], block_length: int | None) -> Tensor:
+    """Equation 6 on the reference answers, under the block-causal mask or (None) under full attention."""
+    model, args = trainer.diffusion, trainer.args
+    assert isinstance(args, CDLMConfig)
+    level_B = noise.noise_level(batch["level"], trainer._cap(), args.noise_floor)
+    everywhere = torch.ones_like(batch["answer"], dtype=torch.bool)
+    noisy_BN, masked_BN = noise.mask_tokens(batch["answer"], level_B, everywhere, model.facts.mask_token_id, batch["uniform"])
+    prompt = batch["prompt"].shape[1]
+    logits_BNV = model.sequence_logits(*_whole(batch, noisy_BN), block_length)[:, prompt:]
+    length_B = torch.full_like(level_B, batch["answer"].shape[1])
+    return losses.masked_diffusion(logits_BNV, batch["answer"], masked_BN, level_B, length_B)
+
+
+def mdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """LLaDA's SFT loss under full attention."""
+    return {"mdlm": _noisy_answer(trainer, batch, None)}
+
+
+def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Equations 4, 5 and 6; those of weight 0 are left out, and so is the forward that only they need."""
+    model, args = trainer.diffusion, trainer.args
+    assert isinstance(args, CDLMConfig)
+    prompt, mask, block = batch["prompt"].shape[1], model.facts.mask_token_id, args.block_length
+    out: dict[str, Tensor] = {}
+    if args.distill_weight or args.consistency_weight:
+        logits_BNV = model.sequence_logits(*_whole(batch, batch["y"]), block)[:, prompt:]
+        open_BN, open_later_BN = batch["y"] == mask, batch["y_star"] == mask
+        if args.distill_weight:
+            assert trainer.teacher_head is not None
+            with torch.no_grad():
+                teacher_BNV = trainer.teacher_head(batch["hidden"].to(logits_BNV.dtype))
+            out["distill"] = losses.distillation(logits_BNV, teacher_BNV, open_BN & ~open_later_BN)
+        if args.consistency_weight:
+            with torch.no_grad(), eval_mode(model):
+                later_BNV = model.sequence_logits(*_whole(batch, batch["y_star"]), block)[:, prompt:]
+            out["consistency"] = losses.consistency(logits_BNV, later_BNV, open_BN & open_later_BN)
+    if args.dlm_weight:
+        out["dlm"] = _noisy_answer(trainer, batch, block)
+    return out
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module):
+    """Without dropout, as the target of equation 5 is computed."""
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
+
+
+OBJECTIVES = {"cdlm": cdlm_losses, "mdlm": mdlm_losses}
+
+
+def add_lora(model: DiffusionLM, *, rank: int, alpha: int, targets: list[str], dropout: float = 0.0) -> nn.Module:
+    """Put LoRA layers into the model (in place) and return the PeftModel; every target must match a module.
+
+    The base weights stay frozen: with the adapter off (`peft_model.disable_adapter()`) the model is the teacher again.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    linear = {name.rsplit(".", 1)[-1] for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)}
+    missing = [target for target in targets if target not in linear]
+    if missing or not targets:
+        raise ValueError(f"train.lora.targets names {missing or 'nothing'}; this model's linear layers: {', '.join(sorted(linear))}")
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
+    return get_peft_model(model.hf, config)

@@ -1,0 +1,329 @@
+"""How the frozen teacher runs, and how what it did is stored and replayed. (CDLM, arXiv 2511.19269, section 3 and algorithm 1.)
+
+The teacher decodes every prompt block by block, one token a step, under full attention. A trajectory is stored as final
+token and reveal step of each slot: the state at step k is the slots with step < k, the others masked, so every
+intermediate state is rebuilt without storing one. Beside them goes the hidden row, after the final norm, that produced the
+logits of the slot when it was revealed: lm_head turns it back into the teacher's distribution.
+
+Folder, format version 1:
+    collection.json            what the run was asked to do; a run with other values refuses to go on in this folder
+    shard-00000.parquet        a row a trajectory, see SCHEMA
+    shard-00000.safetensors    hidden: bf16 [rows, N, D], rows in the parquet file's order; zero where nothing was revealed
+    manifest.json              written last: counts, screening by reason, bytes
+Shards are written whole and renamed into place, parquet last; a shard is complete when its parquet file is there.
+Shapes: B rows, N slots of the budget, S slots of a block, D width.
+"""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cdlm import data
+from cdlm.decode import DecodeConfig, Step, decode
+from cdlm.families.base import DiffusionLM
+
+FORMAT_VERSION = 1
+SCHEMA = {
+    "id": "number of the trajectory",
+    "example": "row of the prompt file",
+    "group": "task of the prompt",
+    "temperature": "sampling temperature of the teacher",
+    "seed": "seed of its sampling",
+    "prompt_ids": "tokens of the prompt, not padded",
+    "answer_ids": "tokens of the reference answer, without an end token",
+    "tokens": "final token of each of the N slots; the mask token where decoding had stopped",
+    "step": "step at which each slot was revealed, -1 where decoding had stopped",
+    "confidence": "probability of the token when it was revealed",
+    "decoded": "slots that were filled (a multiple of the block length, or N)",
+    "stop": "eos, or length when no end token came within the budget",
+    "screened": "why the rule of the recipe calls it degenerate, or empty",
+}
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Which trajectories are degenerate (a student trained on repetitions learns to repeat).
+
+    ngram, repeats: an n-gram of that many tokens that occurs more than `repeats` times in the answer.
+    drop: leave them out of training; False only counts them. correct_only: also drop answers that differ from the reference.
+    """
+
+    ngram: int = 8
+    repeats: int = 3
+    drop: bool = True
+    correct_only: bool = False
+
+    def reason(self, answer_ids: list[int], stop: str, reference_ids: list[int]) -> str:
+        """"" for a sound trajectory, else the first reason that applies."""
+        if stop != "eos":
+            return "no_eos"
+        if not answer_ids:
+            return "empty"
+        grams = Counter(tuple(answer_ids[i : i + self.ngram]) for i in range(len(answer_ids) - self.ngram + 1))
+        if grams and max(grams.values()) > self.repeats:
+            return "repeated_ngram"
+        if self.correct_only and answer_ids != reference_ids:
+            return "wrong_answer"
+        return ""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One decoding of the teacher. tokens, step, confidence: [N]; hidden: bf16 [N, D]."""
+
+    id: int
+    example: int
+    group: str
+    temperature: float
+    seed: int
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    tokens: Tensor
+    step: Tensor
+    confidence: Tensor
+    decoded: int
+    stop: str
+    screened: str
+    hidden: Tensor
+
+
+def state(tokens_N: Tensor, step_N: Tensor, k: int, mask_token_id: int) -> Tensor:
+    """The answer before step k, [N]: slots revealed at a step below k, the others masked."""
+    return torch.where((step_N >= 0) & (step_N < k), tokens_N, mask_token_id)
+
+
+def replay(trajectory: Trajectory, mask_token_id: int) -> Iterator[Tensor]:
+    """Every state of a trajectory in order, from all masked to the last, each [N]."""
+    for k in range(trajectory.decoded + 1):
+        yield state(trajectory.tokens, trajectory.step, k, mask_token_id)
+
+
+def hidden_bytes(trajectories: int, slots: int, width: int) -> int:
+    """Bytes of the stored hidden rows, 2 a value. (The paper: 15k x 256 x 3584 x 2 = 25.6 GiB for a 7B model.)"""
+    return trajectories * slots * width * 2
+
+
+class Recorder:
+    """Decoding callback that keeps, for each slot, when and from which hidden row it was revealed."""
+
+    def __init__(self, batch: int, slots: int, width: int):
+        self.step = torch.full((batch, slots), -1, dtype=torch.int16)
+        self.confidence = torch.zeros(batch, slots)
+        self.hidden = torch.zeros(batch, slots, width, dtype=torch.bfloat16)
+        self.taken = torch.zeros(batch, dtype=torch.int16)
+
+    def __call__(self, step: Step) -> None:
+        row, slot = step.reveal_AS.nonzero(as_tuple=True)
+        where = (step.row_A[row].cpu(), slot.cpu() + step.first_slot)
+        self.step[where] = self.taken[where[0]]
+        self.confidence[where] = step.confidence_AS[row, slot].float().cpu()
+        self.hidden[where] = step.hidden_ASD[row, slot].to(torch.bfloat16).cpu()
+        self.taken[step.row_A.cpu()] += 1
+
+
+def folder_hash(folder: str | Path) -> str:
+    """sha256 over the names and contents of a model folder's config and weights; the id itself for a Hub repository."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return str(folder)
+    digest = hashlib.sha256()
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    partial.replace(path)
+
+
+def claim(folder: Path, request: dict[str, Any]) -> None:
+    """Mark a folder as belonging to this request, or refuse one that holds another's trajectories."""
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / "collection.json"
+    if note.is_file():
+        before = json.loads(note.read_text())
+        changed = sorted(k for k in {*before, *request} if before.get(k) != request.get(k))
+        if changed:
+            what = "; ".join(f"{k}: {before.get(k)!r} there, {request.get(k)!r} now" for k in changed)
+            raise ValueError(f"{folder} holds trajectories of another request ({what}); take another --out, or remove that folder")
+    else:
+        _write_json(note, request)
+
+
+def collect(
+    model: DiffusionLM,
+    examples: list[data.Example],
+    folder: Path,
+    *,
+    config: DecodeConfig,
+    temperatures: list[float],
+    batch_size: int,
+    shard_size: int,
+    seed: int,
+    screen: Screen,
+    request: dict[str, Any],
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Decode every prompt at every temperature into `folder`, and return the manifest. Goes on at the first missing shard.
+
+    `config` gives budget and blocks; the teacher always decodes one token a step under full attention. A shard's content
+    depends on the request alone, so a run that was killed ends with the same files as one that was not.
+    """
+    asked = DecodeConfig(
+        max_new_tokens=config.max_new_tokens, block_length=config.block_length, tokens_per_step=1,
+        block_causal=False, use_cache=False, stop_at_eos=config.stop_at_eos,
+    )
+    claim(folder, request)
+    jobs = [(example, temperature) for temperature in temperatures for example in examples]
+    shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
+    names = [f"shard-{i:05d}" for i in range(len(shards))]
+    todo = [i for i, name in enumerate(names) if not (folder / f"{name}.parquet").is_file()]
+    if len(todo) < len(shards):
+        say(f"collect: {len(shards) - len(todo)} of {len(shards)} shards are there already")
+    began = time.monotonic()
+    for done, i in enumerate(todo, start=1):
+        rows, hidden = [], []
+        # Prompts of similar length share a batch, so little is computed for padding.
+        order = sorted(shards[i], key=lambda job: (job[1][1], len(job[1][0].prompt_ids)))
+        for start in range(0, len(order), batch_size):
+            batch_rows, batch_hidden = _decode_batch(model, order[start : start + batch_size], asked, seed, screen)
+            rows += batch_rows
+            hidden.append(batch_hidden)
+        by_id = sorted(range(len(rows)), key=lambda r: rows[r]["id"])
+        _write_shard(folder, names[i], [rows[r] for r in by_id], torch.cat(hidden)[by_id])
+        spent = time.monotonic() - began
+        count = sum(len(shards[j]) for j in todo[:done])
+        left = spent / count * (sum(len(shards[j]) for j in todo) - count)
+        say(f"collect: shard {i + 1} of {len(shards)}, {count / spent:.1f} trajectories/s, about {left:.0f} s left")
+    manifest = _manifest(folder, names, request, screen)
+    _write_json(folder / "manifest.json", manifest)
+    return manifest
+
+
+def _decode_batch(
+    model: DiffusionLM, jobs: list[tuple[int, tuple[data.Example, float]]], config: DecodeConfig, seed: int, screen: Screen
+) -> tuple[list[dict[str, Any]], Tensor]:
+    """Trajectories of a batch as parquet rows and hidden rows [B, N, D]."""
+    rows: list[dict[str, Any]] = []
+    hidden = []
+    for temperature in sorted({t for _, (_, t) in jobs}):
+        part = [(number, example) for number, (example, t) in jobs if t == temperature]
+        seeds = [data.sample_seed(seed, number) for number, _ in part]
+        prompts, valid = data.pad_left([example.prompt_ids for _, example in part], model.facts.pad_token_id)
+        recorder = Recorder(len(part), config.max_new_tokens, model.hf.config.hidden_size)
+        out = decode(
+            model, prompts.to(model.device), valid.to(model.device),
+            DecodeConfig(**{**asdict(config), "temperature": temperature}), callback=recorder, seeds=seeds,
+        )
+        hidden.append(recorder.hidden)
+        final = out.filled_BN.cpu()
+        for row, (number, example) in enumerate(part):
+            rows.append({
+                "id": number, "example": example.index, "group": example.group, "temperature": temperature, "seed": seeds[row],
+                "prompt_ids": example.prompt_ids, "answer_ids": example.answer_ids, "tokens": final[row].tolist(),
+                "step": recorder.step[row].tolist(), "confidence": recorder.confidence[row].tolist(),
+                "decoded": out.decoded_tokens[row], "stop": out.stop[row],
+                "screened": screen.reason(out.answer(row, model.facts.eos_token_ids), out.stop[row], example.answer_ids),
+            })
+    return rows, torch.cat(hidden)
+
+
+def _write_shard(folder: Path, name: str, rows: list[dict[str, Any]], hidden: Tensor) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    ints, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
+    types = {
+        "id": pa.int64(), "example": pa.int64(), "group": pa.string(), "temperature": pa.float32(), "seed": pa.int64(),
+        "prompt_ids": ints, "answer_ids": ints, "tokens": ints, "step": pa.list_(pa.int16()), "confidence": floats,
+        "decoded": pa.int32(), "stop": pa.string(), "screened": pa.string(),
+    }
+    table = pa.Table.from_pylist(rows, schema=pa.schema(list(types.items())))
+    for suffix, write in (
+        (".safetensors", lambda path: save_file({"hidden": hidden.contiguous()}, path, {"format_version": str(FORMAT_VERSION)})),
+        (".parquet", lambda path: pq.write_table(table, path)),
+    ):
+        partial = folder / f"{name}{suffix}.partial"
+        write(partial)
+        partial.replace(folder / f"{name}{suffix}")
+
+
+def _manifest(folder: Path, names: list[str], request: dict[str, Any], screen: Screen) -> dict[str, Any]:
+    import pyarrow.parquet as pq
+
+    reasons: Counter[str] = Counter()
+    total, slots = 0, 0
+    for name in names:
+        table = pq.read_table(folder / f"{name}.parquet", columns=["screened", "decoded"])
+        reasons.update(reason for reason in table["screened"].to_pylist() if reason)
+        slots += sum(table["decoded"].to_pylist())
+        total += table.num_rows
+    return {
+        "format_version": FORMAT_VERSION,
+        "schema": SCHEMA,
+        "request": request,
+        "shards": names,
+        "trajectories": total,
+        "decoded_slots": slots,
+        "screened": dict(sorted(reasons.items())),
+        "kept": total - sum(reasons.values()) if screen.drop else total,
+        "bytes": sum((folder / f"{n}{s}").stat().st_size for n in names for s in (".parquet", ".safetensors")),
+        "versions": {"torch": torch.__version__},
+    }
+
+
+class Trajectories:
+    """A finished folder, as a sequence of `Trajectory`. Hidden rows are read from disk one trajectory at a time."""
+
+    def __init__(self, folder: Path, *, screened: bool = False):
+        """screened: also give the trajectories that the recipe's rule dropped."""
+        import pyarrow.parquet as pq
+
+        manifest = folder / "manifest.json"
+        if not manifest.is_file():
+            raise ValueError(f"{folder} has no manifest.json: collecting is not finished there")
+        self.manifest = json.loads(manifest.read_text())
+        version = self.manifest.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"{folder} has format version {version}; this package reads version {FORMAT_VERSION}")
+        drop = self.manifest["kept"] < self.manifest["trajectories"] and not screened
+        self.rows: list[dict[str, Any]] = []
+        self._places: list[tuple[int, int]] = []
+        self._files = [folder / f"{name}.safetensors" for name in self.manifest["shards"]]
+        self._open: dict[int, Any] = {}
+        for shard, name in enumerate(self.manifest["shards"]):
+            for place, row in enumerate(pq.read_table(folder / f"{name}.parquet").to_pylist()):
+                if not (drop and row["screened"]):
+                    self.rows.append(row)
+                    self._places.append((shard, place))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def hidden(self, index: int) -> Tensor:
+        shard, place = self._places[index]
+        if shard not in self._open:
+            self._open[shard] = safe_open(self._files[shard], framework="pt").get_slice("hidden")
+        return self._open[shard][place]
+
+    def __getitem__(self, index: int) -> Trajectory:
+        row = dict(self.rows[index])
+        row["tokens"] = torch.tensor(row["tokens"], dtype=torch.long)
+        row["step"] = torch.tensor(row["step"], dtype=torch.long)
+        row["confidence"] = torch.tensor(row["confidence"])
+        return Trajectory(**row, hidden=self.hidden(index))

@@ -1,0 +1,110 @@
+"""Writes the small world: train, validation and test questions as JSONL, and its tokenizer.
+
+    python recipes/tiny/make_data.py            # rewrites the committed files, byte for byte
+
+Four tasks with one exact answer each. A question stands in a frame of 25 or 41 slots, filled up with dots, and its answer
+has the same frame: so an answer token stands at one of two distances from its cause, which a small network can learn.
+Every character is one token, and so is the name of a task.
+
+chain    `chain:3+?<?*?..` -> `3+7<2*0`: a state (a digit) goes through operations, each a fixed random permutation of
+         the ten digits (TABLE). Permutations do not commute, so a step cannot be merged with the next one: every result
+         needs the one before it, and a shallow network can only run a few steps ahead.
+copy     the list again. Every slot can be filled at once.
+reverse  the list backwards. Easy from a neighbour, harder without one.
+sort     the list in ASCII order. Every slot depends on the whole list.
+
+The items of a list are distinct. No question stands twice, within a file or across the three.
+"""
+
+import json
+import random
+from pathlib import Path
+
+SEED = 20261129
+HERE = Path(__file__).parent
+OPERATIONS = "+-*/<>^~"
+DIGITS = "0123456789"
+ITEMS = DIGITS + "abcdefghijklmnopqrstuvwxyz"
+FRAMES = (25, 41)
+LENGTHS = {"chain": (16, 41), "copy": (16, 33), "reverse": (16, 33), "sort": (16, 33)}  # shortest and longest answer
+SHARES = {"chain": 3, "copy": 1, "reverse": 3, "sort": 3}  # of the training questions
+SIZES = {"train": 27_000, "validation": 400, "test": 400}  # validation and test hold the tasks in equal numbers
+SPECIAL = {"pad_token": "<|pad|>", "mask_token": "<|mask|>", "eos_token": "<|eos|>"}
+ROLES = ("<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def permutations() -> dict[str, str]:
+    """operation -> ten digits: the digit at place s is what the operation makes of state s."""
+    rng = random.Random(SEED)
+    return {op: "".join(rng.sample(DIGITS, 10)) for op in OPERATIONS}
+
+
+TABLE = permutations()
+
+
+def run_chain(state: str, operations: str) -> str:
+    """'3', '+<' -> '3+7<2': the start, then every operation with its result."""
+    out = state
+    for op in operations:
+        state = TABLE[op][int(state)]
+        out += op + state
+    return out
+
+
+def question(task: str, rng: random.Random) -> dict[str, str]:
+    length = rng.randint(*LENGTHS[task])
+    if task == "chain":
+        start, ops = rng.choice(DIGITS), "".join(rng.choices(OPERATIONS, k=length // 2))
+        asked, answer = start + "".join(op + "?" for op in ops), run_chain(start, ops)
+    else:
+        asked = "".join(rng.sample(ITEMS, length))
+        answer = {"copy": asked, "reverse": asked[::-1], "sort": "".join(sorted(asked))}[task]
+    frame = min(width for width in FRAMES if width >= len(asked))
+    return {"task": task, "prompt": f"{task}:{asked:.<{frame}}", "answer": answer}
+
+
+def splits() -> dict[str, list[dict[str, str]]]:
+    rng, seen, out = random.Random(SEED + 1), set(), {}
+    tasks = list(SHARES)
+    for split, size in SIZES.items():
+        rows = []
+        while len(rows) < size:
+            if split == "train":
+                task = rng.choices(tasks, weights=list(SHARES.values()))[0]
+            else:
+                task = tasks[len(rows) % len(tasks)]
+            row = question(task, rng)
+            if row["prompt"] not in seen:
+                seen.add(row["prompt"])
+                rows.append(row)
+        out[split] = rows
+    return out
+
+
+def tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL.values(), *ROLES, *LENGTHS, ":", "?", ".", *OPERATIONS, *ITEMS, "<|unk|>"]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(LENGTHS) + "|."), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<|unk|>", additional_special_tokens=list(ROLES), padding_side="left",
+        model_max_length=256, clean_up_tokenization_spaces=False, **SPECIAL,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+if __name__ == "__main__":
+    for split, rows in splits().items():
+        path = HERE / f"{split}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{path.name}: {len(rows)} questions, {path.stat().st_size / 1e6:.2f} MB")
+    tokenizer().save_pretrained(HERE / "tokenizer")
