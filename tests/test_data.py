@@ -1,0 +1,180 @@
+"""Reading files and rows: what is accepted, and that an error names the file and the row."""
+
+import json
+
+import pytest
+import torch
+from conftest import TINY
+
+from cdlm import data
+
+ROWS = [
+    {"task": "copy", "prompt": "copy:abc...", "answer": "abc"},
+    {"task": "reverse", "prompt": "reverse:4frj", "answer": "jrf4"},
+    {"task": "sort", "prompt": "sort:3a1", "answer": "13a"},
+]
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parquet(path, rows):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def read(path, tokenizer, **values):
+    given = {
+        "prompt_key": "prompt", "answer_key": "answer", "group_key": "task", "chat_template": True, "max_prompt_tokens": 32,
+        "max_new_tokens": 16,
+    }  # fmt: skip
+    return data.read_examples(path, tokenizer, **{**given, **values})
+
+
+def test_parquet_and_jsonl_give_the_same_rows(tmp_path, tokenizer):
+    files = jsonl(tmp_path / "rows.jsonl", ROWS), parquet(tmp_path / "rows.parquet", ROWS)
+    assert data.read_rows(files[0]) == data.read_rows(files[1]) == ROWS
+    assert read(files[0], tokenizer) == read(files[1], tokenizer)
+
+
+def test_rows_keep_numbers_and_order(tmp_path):
+    rows = [{"a": 1, "b": None}, {"a": 0.5, "b": ["x"]}]
+    assert data.read_rows(jsonl(tmp_path / "rows.jsonl", rows)) == rows
+
+
+@pytest.mark.parametrize(
+    "name, text, wanted",
+    [
+        ("rows.jsonl", '{"a": 1}\n{"a": \n', r"rows\.jsonl, line 2 is not JSON"),
+        ("rows.jsonl", '{"a": 1}\n\n{"a": 2}\n', r"rows\.jsonl, line 2 is not JSON"),
+        ("rows.jsonl", '{"a": 1}\n{"a": 2}\n[1, 2]\n', r"rows\.jsonl, line 3 is \[1, 2\]; every line is an object"),
+        ("rows.jsonl", "", r"rows\.jsonl holds no rows"),
+        ("rows.csv", "a,b\n1,2\n", r"rows\.csv ends in '\.csv'; allowed: \.jsonl, \.parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, name, text, wanted):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=wanted):
+        data.read_rows(tmp_path / name)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no data file at .*nothing\.jsonl"):
+        data.read_rows(tmp_path / "nothing.jsonl")
+
+
+def test_examples_hold_text_tokens_and_group(tmp_path, tokenizer):
+    """The chat template of the small world: <|user|> text <|assistant|>; an answer carries no special token."""
+    examples = read(jsonl(tmp_path / "rows.jsonl", ROWS), tokenizer)
+    assert [e.index for e in examples] == [0, 1, 2]
+    assert [{"task": e.group, "prompt": e.prompt, "answer": e.answer} for e in examples] == ROWS
+    for e in examples:
+        assert tokenizer.decode(e.prompt_ids) == f"<|user|>{e.prompt}<|assistant|>"
+        assert tokenizer.decode(e.answer_ids) == e.answer
+        assert tokenizer.eos_token_id not in e.answer_ids
+
+
+def test_prompt_without_template_is_its_own_text(tokenizer):
+    assert tokenizer.decode(data.prompt_ids(tokenizer, "abc", chat_template=False)) == "abc"
+
+
+def test_a_template_that_is_not_there_is_refused(tokenizer):
+    import copy
+
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match=r"data\.chat_template is true, but the tokenizer has no chat template"):
+        data.prompt_ids(bare, "abc", chat_template=True)
+    assert data.prompt_ids(bare, "abc", chat_template=False) == data.prompt_ids(tokenizer, "abc", chat_template=False)
+
+
+def test_without_a_group_key_all_rows_are_one_group(tmp_path, tokenizer):
+    file = jsonl(tmp_path / "rows.jsonl", [{"prompt": "copy:ab", "answer": "ab"}])
+    assert [e.group for e in read(file, tokenizer, group_key=None)] == ["all"]
+
+
+def test_limit_takes_the_first_rows(tmp_path, tokenizer):
+    file = jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert [e.answer for e in read(file, tokenizer, limit=2)] == ["abc", "jrf4"]
+    assert len(read(file, tokenizer, limit=3)) == 3
+    with pytest.raises(ValueError, match=r"collect\.num_prompts asks for 4 rows; .*rows\.jsonl has 3"):
+        read(file, tokenizer, limit=4, what="collect.num_prompts")
+
+
+def test_lengths_at_their_limit_are_accepted(tmp_path, tokenizer):
+    """'abcde' is 5 tokens and an end token: 6 fit. '<|user|>copy:a<|assistant|>' is 8 tokens."""
+    file = jsonl(tmp_path / "rows.jsonl", [{"task": "copy", "prompt": "copy:a", "answer": "abcde"}])
+    (example,) = read(file, tokenizer, max_prompt_tokens=8, max_new_tokens=6)
+    assert (len(example.prompt_ids), len(example.answer_ids)) == (8, 5)
+
+
+@pytest.mark.parametrize(
+    "row, values, wanted",
+    [
+        ({}, {"max_prompt_tokens": 7}, r"row 2: the prompt has 8 tokens, allowed are 1 to 7 \(data\.max_prompt_tokens\)"),
+        ({"prompt": ""}, {"chat_template": False}, r"row 2: the prompt has 0 tokens"),
+        ({}, {"max_new_tokens": 5}, r"row 2: the answer has 5 tokens and an end token, the budget is 5 \(decode\.max_new_tokens\)"),
+        ({"prompt": "copy:é"}, {}, r"row 2 holds text the tokenizer does not know: 'copy:é'"),
+        ({"answer": "É"}, {}, r"row 2 holds text the tokenizer does not know: .*'É'"),
+        ({}, {"answer_key": "solution"}, r"no text under 'solution'; its columns are task, prompt, answer"),
+        ({"answer": 12}, {}, r"row 2 has no text under 'answer'"),
+        ({"task": None}, {}, r"row 2 has no text under 'task'"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named(tmp_path, tokenizer, row, values, wanted):
+    good = {"task": "copy", "prompt": "copy:a", "answer": "a"}
+    second = {"task": "copy", "prompt": "copy:a", "answer": "abcde", **row}
+    if "max_prompt_tokens" in values:
+        good["prompt"] = "a"
+    file = jsonl(tmp_path / "rows.jsonl", [good, second])
+    with pytest.raises(ValueError, match=wanted) as caught:
+        read(file, tokenizer, **values)
+    assert "rows.jsonl, row " in str(caught.value)
+
+
+def test_pad_left():
+    """Padding is known by place: a pad token that a prompt really holds stays valid."""
+    ids, valid = data.pad_left([[7, 8, 9], [5], [0, 4]], 0)
+    assert ids.tolist() == [[7, 8, 9], [0, 0, 5], [0, 0, 4]]
+    assert valid.tolist() == [[True, True, True], [False, False, True], [False, True, True]]
+    assert ids.dtype == torch.long and valid.dtype == torch.bool
+
+
+def test_pad_left_to_a_width():
+    ids, valid = data.pad_left([[7], [8, 9]], 3, width=4)
+    assert ids.tolist() == [[3, 3, 3, 7], [3, 3, 8, 9]]
+    assert valid.sum(dim=1).tolist() == [1, 2]
+
+
+def test_fill_budget():
+    assert data.fill_budget([5, 6], 5, 2) == [5, 6, 2, 2, 2]
+    assert data.fill_budget([], 1, 2) == [2]
+    with pytest.raises(AssertionError):
+        data.fill_budget([5, 6], 2, 2)  # an answer needs room for one end token
+
+
+def test_sample_seed_is_the_same_everywhere():
+    """The first 7 bytes of sha256("0,1,2"), little endian; a changed number would change every recorded run."""
+    assert data.sample_seed(0, 1, 2) == 49_493_528_823_381_696
+    assert 0 <= data.sample_seed(10**30) < 2**56
+    torch.Generator().manual_seed(data.sample_seed(0, 1, 2))
+
+
+def test_sample_seeds_are_distinct():
+    """Neither the order of the parts nor how their digits join may collide."""
+    parts = [(seed, epoch, row) for seed in range(3) for epoch in range(12) for row in range(123)]
+    assert len({data.sample_seed(*p) for p in parts}) == len(parts)
+    assert data.sample_seed(1, 23) != data.sample_seed(12, 3) != data.sample_seed(123)
+    assert data.sample_seed(1, 2) != data.sample_seed(2, 1)
+
+
+@pytest.mark.parametrize("name", ["train", "validation", "test"])
+def test_the_small_world_reads(name, tokenizer):
+    examples = read(TINY / f"{name}.jsonl", tokenizer, max_prompt_tokens=64, max_new_tokens=64, limit=40)
+    assert len({e.group for e in examples}) > 1
+    assert all(tokenizer.decode(e.answer_ids) == e.answer for e in examples)

@@ -1,0 +1,189 @@
+"""Masks against a double loop over positions, against transformers' own mask, and under attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdlm import masks
+
+ORIGINS = ("prompt_end", "zero")
+PROMPT_ATTENTIONS = ("bidirectional", "block_causal", "causal")
+
+
+def may_look(q: int, k: int, prompt: int, block: int, origin: str, prompt_attention: str) -> bool:
+    """The definition, for one query and one key, both real tokens at absolute positions."""
+
+    def number(i: int) -> int:
+        """Block of a position; the prompt is block -1 where blocks start behind it."""
+        if origin == "zero":
+            return i // block
+        return -1 if i < prompt else (i - prompt) // block
+
+    if q >= prompt:  # an answer row: all earlier blocks and its own
+        return number(k) <= number(q)
+    if prompt_attention == "causal":
+        return k <= q
+    if origin == "zero" and number(q) == number(prompt):  # the prompt's tail, in the block of the first answer token
+        return number(k) <= number(q)
+    if prompt_attention == "bidirectional":
+        return k < prompt
+    return k < prompt and k // block <= q // block
+
+
+def layout(prompts: list[int], slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Left-padded rows of these prompts and as many slots: which are real, their positions, the prompt lengths."""
+    width = max(prompts)
+    valid = torch.tensor([[False] * (width - p) + [True] * (p + slots) for p in prompts])
+    return valid, masks.positions(valid), torch.tensor(prompts)
+
+
+@given(
+    prompts=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    slots=st.integers(0, 8),
+    block=st.integers(1, 5),
+    origin=st.sampled_from(ORIGINS),
+    prompt_attention=st.sampled_from(PROMPT_ATTENTIONS),
+    skip=st.integers(0, 14),
+)
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_mask_is_the_double_loop(prompts, slots, block, origin, prompt_attention, skip):
+    """Queries from `skip` on against all keys (a cached prefix of `skip` tokens): every pair of real tokens, and padding keys."""
+    valid, position, prompt_length = layout(prompts, slots)
+    skip = min(skip, valid.shape[1] - 1)
+    horizon = masks.horizon(position[:, skip:], prompt_length, block, origin=origin, prompt_attention=prompt_attention)
+    mask = masks.attention_mask(horizon, position, valid)
+    assert mask.dtype == torch.bool and mask.shape == (len(prompts), 1, valid.shape[1] - skip, valid.shape[1])
+    assert mask.any(dim=-1).all()
+    for b, prompt in enumerate(prompts):
+        pad = max(prompts) - prompt
+        for q in range(max(skip, pad), valid.shape[1]):
+            found = mask[b, 0, q - skip].tolist()
+            wanted = [k >= pad and may_look(q - pad, k - pad, prompt, block, origin, prompt_attention) for k in range(valid.shape[1])]
+            assert found == wanted, (b, q)
+
+
+def test_horizon_by_hand():
+    """Prompt of 3, blocks of 2 behind it: [3 4] [5 6]. From zero: [0 1] [2 3] [4 5] [6 7], position 2 shares a block with slot 3."""
+    position, prompt = torch.arange(7)[None], torch.tensor([3])
+    golden = {
+        ("prompt_end", "bidirectional"): [2, 2, 2, 4, 4, 6, 6],
+        ("prompt_end", "block_causal"): [1, 1, 2, 4, 4, 6, 6],
+        ("prompt_end", "causal"): [0, 1, 2, 4, 4, 6, 6],
+        ("zero", "bidirectional"): [2, 2, 3, 3, 5, 5, 7],
+        ("zero", "block_causal"): [1, 1, 3, 3, 5, 5, 7],
+        ("zero", "causal"): [0, 1, 2, 3, 5, 5, 7],
+    }
+    for (origin, prompt_attention), wanted in golden.items():
+        found = masks.horizon(position, prompt, 2, origin=origin, prompt_attention=prompt_attention)
+        assert found.tolist() == [wanted], (origin, prompt_attention)
+
+
+def test_block_length_1_with_a_causal_prompt_is_the_causal_mask():
+    valid, position, prompt = layout([4, 2], 5)
+    mask = masks.attention_mask(masks.horizon(position, prompt, 1, prompt_attention="causal"), position, valid)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril() & valid[:, None, :]
+    assert torch.equal(mask[:, 0][valid], causal[valid])
+
+
+def test_no_horizon_sees_every_real_token():
+    valid, position, _ = layout([4, 1], 3)
+    mask = masks.attention_mask(torch.full_like(position, masks.NO_HORIZON), position, valid)
+    assert torch.equal(mask[:, 0], valid[:, None, :].expand(2, 7, 7))
+
+
+def test_positions_do_not_count_padding():
+    valid = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
+    assert masks.positions(valid).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_a_row_with_nothing_to_see_sees_everything():
+    horizon = torch.tensor([[-1, 0], [5, 5]])
+    valid = torch.tensor([[True, True, True], [False, False, False]])
+    mask = masks.attention_mask(horizon, torch.arange(3).expand(2, 3), valid)
+    assert mask[:, 0].tolist() == [[[True] * 3, [True, False, False]], [[True] * 3, [True] * 3]]
+
+
+@pytest.mark.parametrize("block", [0, -4])
+def test_block_length_below_1_is_refused(block):
+    with pytest.raises(ValueError, match=f"block_length is {block}"):
+        masks.horizon(torch.arange(3)[None], torch.tensor([1]), block)
+
+
+@pytest.mark.parametrize("prompts", [[5], [3, 5, 1]])
+@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize(
+    "origin, prompt_attention",
+    [("prompt_end", "bidirectional"), ("prompt_end", "block_causal"), ("prompt_end", "causal"), ("zero", "block_causal")],
+)
+def test_mask_is_the_one_transformers_makes_from_block_ids(prompts, block, origin, prompt_attention):
+    """create_causal_mask opens the causal mask within groups of equal block_sequence_ids; -1 stays causal."""
+    from transformers import Qwen2Config
+    from transformers.masking_utils import create_causal_mask
+
+    valid, position, prompt_length = layout(prompts, 7)
+    in_prompt = position < prompt_length[:, None]
+    prompt_group = {
+        "bidirectional": torch.zeros_like(position), "block_causal": position // block, "causal": torch.full_like(position, -1)
+    }[prompt_attention]
+    answer_group = 100 + (position - prompt_length[:, None]) // block
+    group = position // block if origin == "zero" else torch.where(in_prompt, prompt_group, answer_group)
+    config = Qwen2Config(attn_implementation="sdpa")
+    theirs = create_causal_mask(
+        config, torch.zeros(*valid.shape, 8), valid, None, block_sequence_ids=group.masked_fill(~valid, -1), allow_is_causal_skip=False
+    )
+    horizon = masks.horizon(position, prompt_length, block, origin=origin, prompt_attention=prompt_attention)
+    ours = masks.attention_mask(horizon, position, valid)
+    assert theirs.dtype == torch.bool
+    assert torch.equal(ours[:, 0][valid], theirs[:, 0][valid])
+
+
+def naive_attention(q_BHLD, k_BGKD, v_BGKD, mask):
+    """softmax(q k^T / sqrt(D)) v, query heads in equal groups over the key-value heads."""
+    group = q_BHLD.shape[1] // k_BGKD.shape[1]
+    k_BHKD, v_BHKD = k_BGKD.repeat_interleave(group, dim=1), v_BGKD.repeat_interleave(group, dim=1)
+    score = torch.einsum("bhqd,bhkd->bhqk", q_BHLD, k_BHKD) * q_BHLD.shape[-1] ** -0.5
+    score = score.masked_fill(~mask, -torch.inf)
+    weight = torch.exp(score - score.amax(dim=-1, keepdim=True))
+    weight = weight / weight.sum(dim=-1, keepdim=True)
+    return torch.einsum("bhqk,bhkd->bhqd", weight, v_BHKD)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("prompts, slots, block, skip", [([5, 3], 6, 3, 0), ([1, 7, 4], 10, 4, 0), ([5, 2], 8, 4, 9), ([6], 1, 1, 6)])
+def test_naive_attention_is_sdpa(prompts, slots, block, skip, kv_heads):
+    """Values and gradients of all rows, those of padding included; `skip` leading tokens are keys only, as cached ones are."""
+    valid, position, prompt_length = layout(prompts, slots)
+    mask = masks.attention_mask(masks.horizon(position[:, skip:], prompt_length, block), position, valid)
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(heads, length):
+        return torch.randn(len(prompts), heads, length, 5, generator=draw, requires_grad=True)
+
+    keys = valid.shape[1]
+    q, k, v = normal(6, keys - skip), normal(kv_heads, keys), normal(kv_heads, keys)
+    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    ours = naive_attention(q, k, v, mask)
+    out = torch.randn(ours.shape, generator=draw)
+    assert ours.isfinite().all() and theirs.isfinite().all()
+    torch.testing.assert_close(theirs, ours, atol=1e-6, rtol=1e-5)
+    wanted, found = torch.autograd.grad(ours, (q, k, v), out), torch.autograd.grad(theirs, (q, k, v), out)
+    for name, a, b in zip("qkv", wanted, found, strict=True):
+        assert a.isfinite().all(), name
+        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"gradient of {name}: {text}")
+
+
+def test_keys_behind_the_horizon_and_padding_change_nothing():
+    """Values of hidden keys are replaced by NaN-free noise: the answer rows of the first block stay bit-identical."""
+    valid, position, prompt_length = layout([3, 5], 8)
+    mask = masks.attention_mask(masks.horizon(position, prompt_length, 4), position, valid)
+    q, k, v = torch.randn(3, 2, 2, 13, 4, generator=torch.Generator().manual_seed(1))
+    block = slice(5, 9)
+    before = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, :, block]
+    k, v = k.clone(), v.clone()
+    k[:, :, 9:], v[:, :, 9:], k[0, :, :2], v[0, :, :2] = 7.0, -9.0, 5.0, 11.0
+    after = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, :, block]
+    assert torch.equal(before, after)
+    v[0, :, 2] += 1.0  # the first prompt token of row 0 is seen
+    assert not torch.equal(before[0], F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0, :, block])

@@ -1,0 +1,247 @@
+"""What a step trains, with which weights, and that neither grouping nor a break changes it."""
+
+import copy
+
+import pytest
+import torch
+from conftest import random_model
+
+from cdlm import losses
+from cdlm.trainer import (
+    AnswerNoise, CDLMConfig, CDLMTrainer, Collator, LengthGrouped, TrajectoryStates, add_lora,
+)
+from cdlm.trajectories import Trajectories
+from test_trajectories import BLOCK, BUDGET, collect, examples
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("trajectories")
+    collect(where)
+    return where
+
+
+def trainer(folder, out, model=None, *, peft_model=None, lengths=None, dataset=None, callbacks=None, **values):
+    model = model or random_model()
+    args = CDLMConfig(
+        output_dir=str(out), block_length=BLOCK, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+        **{"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no", "logging_steps": 1,
+           "warmup_steps": 0, "lr_scheduler_type": "constant", **values},
+    )
+    dataset = dataset or TrajectoryStates(Trajectories(folder), model, BLOCK, seed=0)
+    return CDLMTrainer(
+        model, args, dataset, Collator(model, BUDGET), teacher_head=copy.deepcopy(model.head).requires_grad_(False),
+        peft_model=peft_model, lengths=lengths, callbacks=callbacks,
+    )
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.hf.state_dict().items()}
+
+
+def moved(before, after) -> float:
+    return max(float((before[name] - after[name]).abs().max()) for name in before)
+
+
+@pytest.mark.parametrize("alone", ["distill_weight", "consistency_weight", "dlm_weight"])
+def test_each_loss_alone_moves_parameters_and_skips_the_others_forwards(folder, tmp_path, alone):
+    off = dict.fromkeys(("distill_weight", "consistency_weight", "dlm_weight"), 0.0)
+    model = random_model()
+    before, calls = weights(model), []
+    whole = model.sequence_hidden
+    model.sequence_hidden = lambda *args: (calls.append(1), whole(*args))[1]
+    t = trainer(folder, tmp_path, model, **{**off, alone: 1.0})
+    t.train()
+    assert moved(before, weights(model)) > 1e-5
+    name = alone.removesuffix("_weight")
+    logged = [line for line in t.state.log_history if f"{name}_loss" in line]
+    assert len(logged) == 2 and all(line[alone] == 1.0 for line in logged)
+    others = {"distill", "consistency", "dlm"} - {name}
+    assert not any(f"{other}_loss" in line for line in t.state.log_history for other in others)
+    assert len(calls) == 2 * {"distill": 1, "consistency": 2, "dlm": 1}[name]
+
+
+def test_all_three_are_logged_with_their_weights(folder, tmp_path):
+    t = trainer(folder, tmp_path, distill_weight=1.0, consistency_weight=0.5, dlm_weight=0.25)
+    t.train()
+    line = t.state.log_history[0]
+    assert (line["distill_weight"], line["consistency_weight"], line["dlm_weight"]) == (1.0, 0.5, 0.25)
+    total = line["distill_loss"] + 0.5 * line["consistency_loss"] + 0.25 * line["dlm_loss"]
+    assert line["loss"] == pytest.approx(total, rel=1e-4)
+
+
+def test_the_losses_are_those_of_the_states(folder, tmp_path):
+    """Equation 4 and 5 of a step, by a loop over rows and slots."""
+    model = random_model()
+    t = trainer(folder, tmp_path, model)
+    rows = [t.train_dataset[i] for i in range(4)]
+    batch = t.data_collator(rows)
+    from cdlm.trainer import cdlm_losses
+
+    found = cdlm_losses(t, batch)
+    distill, consistent = 0.0, 0.0
+    for row in rows:
+        prompt = len(row["prompt_ids"])
+        valid = torch.ones(1, prompt + BUDGET, dtype=torch.bool)
+        with torch.no_grad():
+            logits, later = (
+                model.sequence_logits(
+                    torch.cat([torch.tensor(row["prompt_ids"]), row[key]])[None], valid, torch.tensor([prompt]), BLOCK
+                )[0, prompt:] for key in ("y", "y_star")
+            )
+            teacher = model.head(row["hidden"].float())
+        u = [i for i in range(BUDGET) if row["y"][i] == 1 and row["y_star"][i] != 1]
+        s = [i for i in range(BUDGET) if row["y_star"][i] == 1]
+        assert u and not set(u) & set(s)
+        kl = lambda p, q: float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum())  # noqa: E731
+        distill += sum(kl(teacher[i], logits[i]) for i in u) / len(u) / 4
+        consistent += sum(kl(later[i], logits[i]) for i in s) / len(s) / 4 if s else 0.0
+    assert float(found["distill"]) == pytest.approx(distill, rel=1e-4)
+    assert float(found["consistency"]) == pytest.approx(consistent, rel=1e-4)
+
+
+def test_a_student_that_is_its_teacher_has_no_distillation_loss(folder):
+    """Contract 8, on the whole path: the teacher's own logits at y give a zero loss and a zero gradient."""
+    logits = torch.randn(2, 6, 9, requires_grad=True)
+    which = torch.tensor([[True] * 6, [False] * 6])
+    loss = losses.distillation(logits, logits.detach().clone(), which)
+    loss.backward()
+    assert float(loss) == pytest.approx(0.0, abs=1e-7) and float(logits.grad.abs().max()) < 1e-7
+
+
+def test_states_stop_at_the_end_of_the_block(folder):
+    """t_end is the end of t_start's block: y* has that block and the earlier ones full, nothing of the later ones."""
+    model = random_model()
+    dataset = TrajectoryStates(Trajectories(folder), model, BLOCK, seed=0)
+    starts = set()
+    for epoch in range(12):
+        dataset.set_epoch(epoch)
+        for i in range(len(dataset)):
+            row = dataset[i]
+            start, end = int((row["y"] != 1).sum()), int((row["y_star"] != 1).sum())
+            assert end == (start // BLOCK + 1) * BLOCK
+            assert bool((row["y_star"][:end] != 1).all()) and bool((row["y_star"][end:] == 1).all())
+            starts.add(start)
+    assert starts == set(range(BUDGET))  # uniform over 0..N-1: 120 draws miss one of 12 with probability below 12 (11/12)**120 = 4e-4
+
+
+def test_draws_depend_on_seed_epoch_and_row_only(folder):
+    model = random_model()
+    one, two = (TrajectoryStates(Trajectories(folder), model, BLOCK, seed=0) for _ in range(2))
+    two[4]
+    assert torch.equal(one[3]["uniform"], two[3]["uniform"])
+    two.set_epoch(1)
+    assert not torch.equal(one[3]["uniform"], two[3]["uniform"])
+
+
+@pytest.mark.parametrize("objective", ["cdlm", "mdlm"])
+def test_accumulating_eight_rows_is_a_batch_of_eight(folder, tmp_path, objective):
+    """SGD-like comparison: one step, 1 x 8 and 8 x 1, the same parameters to 1e-6 of a step of 1e-3."""
+    found = []
+    for batch, accumulation in ((8, 1), (1, 8)):
+        model = random_model()
+        rows = examples(8)
+        same = [rows[3]] * 8  # one prompt length and answer, so that both ways pad alike and only the noise differs
+        dataset = None if objective == "cdlm" else AnswerNoise(same, BUDGET, seed=0)
+        if dataset is not None:
+            plain = dataset.__class__.__getitem__
+            dataset.__class__ = type("FixedBudget", (AnswerNoise,), {"__getitem__": lambda self, i: {**plain(self, i), "budget": 1.0}})
+        t = trainer(
+            folder, tmp_path / str(batch), model, dataset=dataset, objective=objective, max_steps=1, per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation, optim="sgd", max_grad_norm=0.0, dlm_weight=1.0,
+        )
+        t.train()
+        found.append(weights(model))
+    assert moved(found[0], weights(random_model())) > 1e-5
+    assert moved(found[0], found[1]) < 1e-6
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(folder, tmp_path, lora):
+    def build(out):
+        model = random_model()
+        torch.manual_seed(5)
+        peft_model = add_lora(model, rank=2, alpha=4, targets=["q_proj", "down_proj"]) if lora else None
+        return model, trainer(
+            folder, out, model, peft_model=peft_model, max_steps=6, save_strategy="steps", save_steps=3, per_device_train_batch_size=4,
+        )
+
+    model, t = build(tmp_path / "whole")
+    t.train()
+    whole = weights(model)
+    again, resumed = build(tmp_path / "again")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert resumed.state.global_step == 6
+    assert moved(whole, weights(again)) == 0.0
+    assert moved(whole, weights(build(tmp_path / "fresh")[0])) > 0
+
+
+def test_lora_trains_adapters_only_and_off_is_the_teacher(folder, tmp_path):
+    model = random_model()
+    ids = torch.arange(3, 15)[None]
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        teacher = model.sequence_logits(ids, valid)
+    peft_model = add_lora(model, rank=2, alpha=4, targets=["q_proj", "v_proj"])
+    assert {name.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for name, p in model.named_parameters() if p.requires_grad} == {"q_proj", "v_proj"}
+    trainer(folder, tmp_path, model, peft_model=peft_model, max_steps=3).train()
+    model.eval()
+    with torch.no_grad():
+        assert not torch.allclose(model.sequence_logits(ids, valid), teacher, atol=1e-4)
+        with peft_model.disable_adapter():
+            assert torch.equal(model.sequence_logits(ids, valid), teacher)
+
+
+def test_every_lora_target_must_match():
+    with pytest.raises(ValueError, match=r"names \['ff_proj'\].*down_proj, gate_proj"):
+        add_lora(random_model(), rank=2, alpha=4, targets=["q_proj", "ff_proj"])
+    with pytest.raises(ValueError, match="names nothing"):
+        add_lora(random_model(), rank=2, alpha=4, targets=[])
+
+
+def test_full_training_leaves_the_teachers_head_alone(folder, tmp_path):
+    model = random_model()
+    t = trainer(folder, tmp_path, model)
+    head = t.teacher_head.weight.clone()
+    t.train()
+    assert torch.equal(t.teacher_head.weight, head) and not torch.equal(model.head.weight, head)
+
+
+def test_gradient_checkpointing_runs_with_lora(folder, tmp_path):
+    model = random_model()
+    peft_model = add_lora(model, rank=2, alpha=4, targets=["q_proj"])
+    before = weights(model)
+    trainer(folder, tmp_path, model, peft_model=peft_model, gradient_checkpointing=True, max_steps=2).train()
+    assert moved(before, weights(model)) > 1e-6
+
+
+def test_length_grouped_batches():
+    lengths = [(i % 7, i % 3) for i in range(100)]
+    sampler = LengthGrouped(lengths, 5, seed=0, chunk=4)
+    order = list(sampler)
+    assert sorted(order) == list(range(100)) and order == list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != order
+    spread = lambda rows: sum(len({lengths[i][0] for i in rows[k : k + 5]}) for k in range(0, 100, 5))  # noqa: E731
+    assert spread(order) < spread(list(range(100)))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"objective": "ar"}, "objective is 'ar'; allowed: cdlm, mdlm"),
+        ({"distill_weight": -1.0}, "distill_weight is -1.0"),
+        ({"distill_weight": 0.0, "consistency_weight": 0.0, "dlm_weight": 0.0}, "nothing would be trained"),
+        ({"noise_floor": 0.0}, "noise_floor"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(tmp_path, values, words):
+    with pytest.raises(ValueError, match=words):
+        CDLMConfig(output_dir=str(tmp_path), use_cpu=True, **values)
+
+
+def test_distillation_needs_a_teacher_head(folder, tmp_path):
+    model = random_model()
+    dataset = TrajectoryStates(Trajectories(folder), model, BLOCK, seed=0)
+    with pytest.raises(ValueError, match="needs teacher_head"):
+        CDLMTrainer(model, CDLMConfig(output_dir=str(tmp_path), use_cpu=True), dataset, Collator(model, BUDGET))

@@ -1,0 +1,183 @@
+"""Contract 7, screening, and the files."""
+
+import json
+
+import pytest
+import torch
+from conftest import random_model
+
+from cdlm import data, trajectories
+from cdlm.decode import DecodeConfig, decode
+from cdlm.trajectories import Screen, Trajectories, replay, state
+
+BUDGET, BLOCK = 12, 4
+
+
+def examples(count: int = 5) -> list[data.Example]:
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for i in range(count):
+        prompt = torch.randint(3, 57, (3 + i,), generator=draw).tolist()
+        rows.append(data.Example(i, "even" if i % 2 == 0 else "odd", "", "", prompt, [7, 8, 9]))
+    return rows
+
+
+def collect(folder, model=None, *, screen=None, shard_size=4, stop=False, **changes):
+    values = {
+        "config": DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, stop_at_eos=stop), "temperatures": [0.0, 0.5], "batch_size": 3,
+        "shard_size": shard_size, "seed": 0, "screen": screen or Screen(drop=False), "request": {"who": "test"}, "say": lambda text: None,
+    }
+    return trajectories.collect(model or random_model(), examples(), folder, **{**values, **changes})
+
+
+def test_replay_gives_every_state_of_the_teacher(tmp_path):
+    """Each state is the one the decoder had, seen by a callback of a separate decoding; the last is the teacher's output."""
+    model = random_model()
+    collect(tmp_path, model)
+    stored = Trajectories(tmp_path)
+    for i in range(5):  # temperature 0.0 comes first
+        prompt = torch.tensor([stored[i].prompt_ids])
+        seen = [torch.full((BUDGET,), 1)]
+
+        def watch(step, seen=seen):
+            now = seen[-1].clone()
+            now[step.first_slot : step.first_slot + BLOCK] = step.ids_AS[0]
+            seen.append(now)
+
+        asked = DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, block_causal=False, use_cache=False, stop_at_eos=False)
+        out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), asked, callback=watch)
+        states = list(replay(stored[i], 1))
+        assert len(states) == BUDGET + 1 and all(torch.equal(a, b) for a, b in zip(states, seen, strict=True))
+        assert torch.equal(states[-1], out.filled_BN[0])
+        assert [int((s == 1).sum()) for s in states] == list(range(BUDGET, -1, -1))
+
+
+def test_head_of_the_stored_hidden_rows_is_the_teachers_logits(tmp_path):
+    """lm_head(hidden) at each slot equals the logits that the teacher, run anew on the state before the reveal, gives there.
+
+    The rows are stored in bf16 (8 bits of mantissa): the hidden rows must agree to 2**-8 of their size, and the most probable
+    token of the rebuilt distribution must be the one that was revealed (temperature 0)."""
+    model = random_model()
+    collect(tmp_path, model)
+    stored = Trajectories(tmp_path)
+    for i in range(5):
+        t = stored[i]
+        prompt = torch.tensor([t.prompt_ids])
+        for slot in range(BUDGET):
+            before = torch.cat([prompt, state(t.tokens, t.step, int(t.step[slot]), 1)[None]], dim=1)
+            with torch.no_grad():
+                row = model.sequence_hidden(before, torch.ones_like(before, dtype=torch.bool))[0, prompt.shape[1] + slot]
+                assert torch.allclose(t.hidden[slot].float(), row, rtol=2**-8, atol=1e-5)
+                logits, rebuilt = model.head(row), model.head(t.hidden[slot].float())
+            assert float((logits - rebuilt).abs().max()) < 0.02 * float(logits.abs().max())
+            logits[1] = rebuilt[1] = -torch.inf
+            assert int(logits.argmax()) == int(t.tokens[slot])
+            assert float(t.confidence[slot]) == pytest.approx(float(logits.softmax(-1).max()), abs=1e-5)
+
+
+def test_a_shifted_teacher_stores_the_row_that_produced_the_logits(tmp_path):
+    model = random_model(facts={"logit_shift": True})
+    collect(tmp_path, model)
+    t = Trajectories(tmp_path)[2]
+    prompt = torch.tensor([t.prompt_ids])
+    before = torch.cat([prompt, state(t.tokens, t.step, int(t.step[3]), 1)[None]], dim=1)
+    from cdlm import masks
+
+    valid = torch.ones_like(before, dtype=torch.bool)
+    mask = torch.ones(1, 1, before.shape[1], before.shape[1], dtype=torch.bool)
+    with torch.no_grad():
+        raw = model._rows(before, mask, masks.positions(valid), None)
+    assert torch.allclose(t.hidden[3].float(), raw[0, prompt.shape[1] + 3 - 1], rtol=2**-8, atol=1e-5)
+
+
+def test_one_token_a_step_block_by_block(tmp_path):
+    collect(tmp_path)
+    for t in Trajectories(tmp_path):
+        assert sorted(t.step.tolist()) == list(range(BUDGET))
+        assert torch.equal(t.step.reshape(-1, BLOCK) // BLOCK, torch.arange(BUDGET // BLOCK)[:, None].expand(-1, BLOCK))
+
+
+def test_files_are_what_the_module_says(tmp_path):
+    manifest = collect(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ["collection.json", "manifest.json", *(f"shard-0000{i}{s}" for i in range(3) for s in (".parquet", ".safetensors"))]
+    )
+    assert manifest == json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["trajectories"] == 10 and manifest["format_version"] == 1 and manifest["decoded_slots"] == 10 * BUDGET
+    stored = Trajectories(tmp_path)
+    assert [t.id for t in stored] == list(range(10))
+    assert [t.temperature for t in stored] == [0.0] * 5 + [0.5] * 5
+    assert stored[0].hidden.dtype == torch.bfloat16 and stored[0].hidden.shape == (BUDGET, 32)
+    assert trajectories.hidden_bytes(15_000, 256, 3584) / 2**30 == pytest.approx(25.6, abs=0.05)  # the paper, Dream
+    assert trajectories.hidden_bytes(15_000, 256, 4096) / 2**30 == pytest.approx(29.3, abs=0.05)  # the paper, LLaDA
+
+
+def test_datasets_reads_the_shards(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    collect(tmp_path)
+    table = datasets.load_dataset("parquet", data_files=str(tmp_path / "*.parquet"), split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(table) == 10 and set(table.column_names) == set(trajectories.SCHEMA)
+    assert list(table[3]["tokens"]) == Trajectories(tmp_path)[3].tokens.tolist()
+
+
+def test_the_same_files_whatever_was_there_before(tmp_path):
+    """A run that finds some shards ends with the same bytes as one that finds none."""
+    collect(tmp_path / "whole")
+    collect(tmp_path / "part")
+    for name in ("shard-00001.parquet", "shard-00002.safetensors", "shard-00002.parquet", "manifest.json"):
+        (tmp_path / "part" / name).unlink()
+    (tmp_path / "part" / "shard-00001.safetensors.partial").write_bytes(b"half")
+    collect(tmp_path / "part")
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "part" / file.name).read_bytes(), file.name
+
+
+def test_another_request_is_refused_and_nothing_is_lost(tmp_path):
+    collect(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="who: 'test' there, 'other' now"):
+        collect(tmp_path, request={"who": "other"})
+    assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+
+def test_unfinished_or_foreign_folders_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
+        Trajectories(tmp_path)
+    collect(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": 9}))
+    with pytest.raises(ValueError, match="format version 9; this package reads version 1"):
+        Trajectories(tmp_path)
+
+
+def test_screening_reasons():
+    screen = Screen(ngram=2, repeats=2, correct_only=True)
+    assert screen.reason([5, 6, 7], "length", [5, 6, 7]) == "no_eos"
+    assert screen.reason([], "eos", [5]) == "empty"
+    assert screen.reason([5, 6, 5, 6, 5, 6], "eos", [5]) == "repeated_ngram"  # (5, 6) stands three times, two are allowed
+    assert screen.reason([5, 6, 5, 6, 7], "eos", [5]) == "wrong_answer"
+    assert screen.reason([5, 6], "eos", [5, 6]) == ""
+    assert Screen(ngram=2, repeats=2).reason([5, 6, 5, 6, 7], "eos", [5]) == ""  # the correctness filter is off by default
+
+
+def test_dropped_trajectories_are_counted_and_kept_on_disk(tmp_path):
+    """A random teacher hardly ever ends: what is dropped is counted by reason, and can still be read."""
+    manifest = collect(tmp_path, screen=Screen(drop=True))
+    assert manifest["screened"].get("no_eos", 0) > 0
+    assert manifest["kept"] == 10 - sum(manifest["screened"].values())
+    assert len(Trajectories(tmp_path)) == manifest["kept"]
+    assert len(Trajectories(tmp_path, screened=True)) == 10
+
+
+def test_stopping_at_the_end_token_leaves_the_rest_unrevealed(tmp_path):
+    model = random_model()
+    with torch.no_grad():
+        model.head.weight[2] += 0.5 * model.head.weight[7:20].sum(dim=0)
+    collect(tmp_path, model, stop=True)
+    stopped = [t for t in Trajectories(tmp_path) if t.decoded < BUDGET]
+    assert stopped
+    for t in stopped:
+        assert t.stop == "eos" and t.decoded % BLOCK == 0
+        assert bool((t.step[t.decoded :] == -1).all()) and bool((t.tokens[t.decoded :] == 1).all())
+        assert float(t.hidden[t.decoded :].abs().sum()) == 0
+        assert len(list(replay(t, 1))) == t.decoded + 1

@@ -1,0 +1,129 @@
+"""Reveal rules: contract 3 over all of them, and each one's own arithmetic."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdlm import unmask
+
+RULES = st.one_of(
+    st.floats(0, 1).map(unmask.threshold),
+    st.integers(1, 12).map(unmask.top_k),
+    st.tuples(st.integers(1, 12), st.integers(1, 15)).map(lambda pair: unmask.spread(*pair)),
+)
+# few distinct values, so that ties and values at a threshold are common; 0 and 1 are possible confidences
+CONFIDENCES = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(0, 1, width=32))
+
+
+@st.composite
+def blocks(draw):
+    """Confidences and open slots [B, L], rows with no open slot among them."""
+    rows, length = draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    confidence = draw(st.lists(st.lists(CONFIDENCES, min_size=length, max_size=length), min_size=rows, max_size=rows))
+    is_open = draw(st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=rows, max_size=rows))
+    return torch.tensor(confidence), torch.tensor(is_open)
+
+
+@given(rule=RULES, block=blocks(), step=st.integers(0, 20))
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_contract_3(rule, block, step):
+    """A subset of the open slots; at least one in a row that has one; none in a row that has none; the best one is in it."""
+    confidence, is_open = block
+    before = confidence.clone(), is_open.clone()
+    reveal = rule(confidence, is_open, step)
+    assert reveal.dtype == torch.bool and reveal.shape == is_open.shape
+    assert not (reveal & ~is_open).any()
+    assert torch.equal(reveal.any(dim=1), is_open.any(dim=1))
+    for b in is_open.any(dim=1).nonzero()[:, 0].tolist():
+        assert confidence[b][reveal[b]].max() == confidence[b][is_open[b]].max()
+    assert torch.equal(confidence, before[0]) and torch.equal(is_open, before[1])
+
+
+@given(rule=RULES, block=blocks())
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_a_row_does_not_know_its_batch(rule, block):
+    confidence, is_open = block
+    reveal = rule(confidence, is_open, 0)
+    for b in range(confidence.shape[0]):
+        assert torch.equal(rule(confidence[b : b + 1], is_open[b : b + 1], 0)[0], reveal[b])
+
+
+def reveal(rule, confidence: list[float], is_open: list[bool] | None = None, step: int = 0) -> list[int]:
+    """Slots of one row that a rule reveals."""
+    opened = torch.tensor([is_open if is_open is not None else [True] * len(confidence)])
+    return rule(torch.tensor([confidence]), opened, step)[0].nonzero()[:, 0].tolist()
+
+
+def test_threshold_is_strict():
+    """0.5 is representable: a confidence equal to tau stays masked, unless it is the best one."""
+    assert reveal(unmask.threshold(0.5), [0.5, 0.75, 0.5000001, 0.25]) == [1, 2]
+    assert reveal(unmask.threshold(0.5), [0.25, 0.5, 0.125]) == [1]
+    assert reveal(unmask.threshold(1.0), [1.0, 0.5, 1.0]) in ([0], [2])
+    assert reveal(unmask.threshold(0.0), [0.25, 0.0, 0.5]) == [0, 2]
+
+
+def test_threshold_reveals_all_above_it_and_skips_closed_slots():
+    assert reveal(unmask.threshold(0.9), [0.95, 0.99, 0.91, 0.2], [True, False, True, True]) == [0, 2]
+    assert reveal(unmask.threshold(0.9), [0.99, 0.3, 0.6, 0.2], [False, True, True, True]) == [2]
+
+
+def test_a_confidence_of_zero_is_still_revealed_when_it_is_the_only_open_slot():
+    assert reveal(unmask.threshold(0.9), [0.9, 0.0, 0.9], [False, True, False]) == [1]
+
+
+def test_top_k():
+    confidence = [0.1, 0.9, 0.5, 0.7]
+    assert reveal(unmask.top_k(1), confidence) == [1]
+    assert reveal(unmask.top_k(2), confidence) == [1, 3]
+    assert reveal(unmask.top_k(2), confidence, [True, False, False, True]) == [0, 3]
+    assert reveal(unmask.top_k(3), confidence, [False, False, True, False]) == [2]
+    assert reveal(unmask.top_k(9), confidence) == [0, 1, 2, 3]
+
+
+def test_most_confident_counts_per_row():
+    confidence = torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.3, 0.2, 0.1]])
+    is_open = torch.tensor([[True, True, True], [False, True, True], [False, False, False]])
+    found = unmask.most_confident(confidence, is_open, 2)
+    assert found.tolist() == [[False, True, True], [False, True, True], [False, False, False]]
+
+
+def shares(slots: int, steps: int) -> list[int]:
+    """Slots revealed at each step until none is open."""
+    rule, is_open, taken = unmask.spread(slots, steps), torch.ones(1, slots, dtype=torch.bool), []
+    confidence = torch.rand(1, slots, generator=torch.Generator().manual_seed(slots))
+    while is_open.any():
+        now = rule(confidence, is_open, len(taken))
+        taken.append(int(now.sum()))
+        is_open &= ~now
+    return taken
+
+
+@pytest.mark.parametrize(
+    "slots, steps, wanted",
+    [(8, 3, [3, 3, 2]), (8, 4, [2, 2, 2, 2]), (32, 5, [7, 7, 6, 6, 6]), (7, 1, [7]), (3, 3, [1, 1, 1]), (3, 8, [1, 1, 1])],
+)
+def test_spread_by_hand(slots, steps, wanted):
+    assert shares(slots, steps) == wanted
+
+
+@given(slots=st.integers(1, 40), steps=st.integers(1, 45))
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_spread_spends_exactly_its_steps(slots, steps):
+    taken = shares(slots, steps)
+    assert len(taken) == min(slots, steps)
+    assert max(taken) - min(taken) <= 1 and taken == sorted(taken, reverse=True)
+
+
+@pytest.mark.parametrize("tau", [-0.1, 1.01, float("nan")])
+def test_a_threshold_outside_0_to_1_is_refused(tau):
+    with pytest.raises(ValueError, match=f"confidence_threshold is {tau}.*between 0 and 1"):
+        unmask.threshold(tau)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_counts_below_1_are_refused(count):
+    with pytest.raises(ValueError, match=f"tokens_per_step is {count}.*at least 1"):
+        unmask.top_k(count)
+    with pytest.raises(ValueError, match=f"steps is {count}.*at least 1"):
+        unmask.spread(8, count)
