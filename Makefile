@@ -1,7 +1,7 @@
 # Everything a newcomer runs. `make distill RECIPE=...` and `make test` set up what they need.
 RECIPE ?= recipes/tiny.yaml
 ARGS ?=
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1

@@ -107,16 +107,16 @@ def test_limit_takes_the_first_rows(tmp_path, tokenizer):
 
 
 def test_lengths_at_their_limit_are_accepted(tmp_path, tokenizer):
-    """'abcde' is 5 tokens and an end token: 6 fit. '<|user|>copy:a<|assistant|>' is 8 tokens."""
+    """'abcde' is 5 tokens and an end token: 6 fit. '<|user|>copy:a<|assistant|>' is 5 tokens, a task name being one."""
     file = jsonl(tmp_path / "rows.jsonl", [{"task": "copy", "prompt": "copy:a", "answer": "abcde"}])
-    (example,) = read(file, tokenizer, max_prompt_tokens=8, max_new_tokens=6)
-    assert (len(example.prompt_ids), len(example.answer_ids)) == (8, 5)
+    (example,) = read(file, tokenizer, max_prompt_tokens=5, max_new_tokens=6)
+    assert (len(example.prompt_ids), len(example.answer_ids)) == (5, 5)
 
 
 @pytest.mark.parametrize(
     "row, values, wanted",
     [
-        ({}, {"max_prompt_tokens": 7}, r"row 2: the prompt has 8 tokens, allowed are 1 to 7 \(data\.max_prompt_tokens\)"),
+        ({}, {"max_prompt_tokens": 4}, r"row 2: the prompt has 5 tokens, allowed are 1 to 4 \(data\.max_prompt_tokens\)"),
         ({"prompt": ""}, {"chat_template": False}, r"row 2: the prompt has 0 tokens"),
         ({}, {"max_new_tokens": 5}, r"row 2: the answer has 5 tokens and an end token, the budget is 5 \(decode\.max_new_tokens\)"),
         ({"prompt": "copy:é"}, {}, r"row 2 holds text the tokenizer does not know: 'copy:é'"),

@@ -70,6 +70,10 @@ def test_all_three_are_logged_with_their_weights(folder, tmp_path):
     assert line["loss"] == pytest.approx(total, rel=1e-4)
 
 
+def kl(target: torch.Tensor, logits: torch.Tensor) -> float:
+    return float((target.softmax(-1) * (target.log_softmax(-1) - logits.log_softmax(-1))).sum())
+
+
 def test_the_losses_are_those_of_the_states(folder, tmp_path):
     """Equation 4 and 5 of a step, by a loop over rows and slots."""
     model = random_model()
@@ -93,11 +97,10 @@ def test_the_losses_are_those_of_the_states(folder, tmp_path):
         u = [i for i in range(BUDGET) if row["y"][i] == 1 and row["y_star"][i] != 1]
         s = [i for i in range(BUDGET) if row["y_star"][i] == 1]
         assert u and not set(u) & set(s)
-        kl = lambda p, q: float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum())  # noqa: E731
         distill += sum(kl(teacher[i], logits[i]) for i in u) / len(u) / 4
         consistent += sum(kl(later[i], logits[i]) for i in s) / len(s) / 4 if s else 0.0
-    assert float(found["distill"]) == pytest.approx(distill, rel=1e-4)
-    assert float(found["consistency"]) == pytest.approx(consistent, rel=1e-4)
+    assert found["distill"].item() == pytest.approx(distill, rel=1e-4)
+    assert found["consistency"].item() == pytest.approx(consistent, rel=1e-4)
 
 
 def test_a_student_that_is_its_teacher_has_no_distillation_loss(folder):
@@ -222,7 +225,10 @@ def test_length_grouped_batches():
     assert sorted(order) == list(range(100)) and order == list(sampler)
     sampler.set_epoch(1)
     assert list(sampler) != order
-    spread = lambda rows: sum(len({lengths[i][0] for i in rows[k : k + 5]}) for k in range(0, 100, 5))  # noqa: E731
+
+    def spread(rows):
+        return sum(len({lengths[i][0] for i in rows[k : k + 5]}) for k in range(0, 100, 5))
+
     assert spread(order) < spread(list(range(100)))
 
 

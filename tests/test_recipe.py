@@ -1,0 +1,302 @@
+"""Recipes: those in the repository parse, and every kind of mistake is one ValueError that names the key and what is allowed."""
+
+import copy
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, TINY
+
+from cdlm import recipe
+
+BASE = {
+    "name": "test",
+    "model": "teacher",
+    "data": {"prompts": "rows.jsonl", "test": "rows.jsonl"},
+    "decode": {"max_new_tokens": 64, "block_length": 32},
+    "collect": {"num_prompts": 10},
+    "train": {"learning_rate": 1.0e-4, "batch_size": 4, "steps": 10},
+}
+
+
+def changed(changes: dict) -> dict:
+    """BASE with some values replaced, keys as a.b; a value of ... takes the key away."""
+    values = copy.deepcopy(BASE)
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is ...:
+            del place[last]
+        else:
+            place[last] = value
+    return values
+
+
+def load(folder: Path, changes: dict | None = None, overrides: list[str] | None = None) -> recipe.Recipe:
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(changed(changes or {})))
+    return recipe.load(folder / "recipe.yaml", overrides)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_of_the_repository_parses(path):
+    found = recipe.load(path)
+    assert found.name and found.folder == path.parent
+    head = path.read_text().split("\n\n")[0].split("\nname:")[0]
+    assert head.startswith("#") and re.search(r"make |cdlm ", head), "a recipe stands under a header with its command"
+
+
+def test_there_are_recipes():
+    assert list((ROOT / "recipes").glob("*.yaml"))
+
+
+def test_defaults(tmp_path):
+    found = load(tmp_path)
+    assert found.decode.confidence_threshold == 0.9
+    assert found.collect.temperatures == [0.0, 0.5] and found.collect.screen == recipe.Screening()
+    assert (found.train.distill_weight, found.train.consistency_weight, found.train.dlm_weight) == (1.0, 0.5, 0.0)
+    assert found.evaluate.methods == list(recipe.METHODS)
+    assert found.train.lora is None and found.family is None and found.device == "cpu" and found.seed == 0
+
+
+def test_sections_become_their_types(tmp_path):
+    found = load(tmp_path, {
+        "train.lora": {"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}, "collect.screen": {"ngram": 4, "drop": False},
+        "train.epochs": 2, "train.steps": ..., "family": "native", "evaluate.thresholds": [1, 0.5],
+    })  # fmt: skip
+    assert found.train.lora == recipe.Lora(8, 16, ["q_proj", "v_proj"])
+    assert found.collect.screen == recipe.Screening(ngram=4, drop=False)
+    assert isinstance(found.train.epochs, float) and found.train.steps is None
+    assert found.evaluate.thresholds == [1.0, 0.5] and isinstance(found.evaluate.thresholds[0], float)
+
+
+@pytest.mark.parametrize("text, value", [("2e-5", 2e-5), ("2.0e-5", 2e-5), ("1", 1.0), ("0.001", 1e-3), ('"3e-4"', 3e-4)])
+def test_numbers_may_be_written_as_people_write_them(tmp_path, text, value):
+    """YAML 1.1 reads 2e-5 as text."""
+    load(tmp_path)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(file.read_text().replace("learning_rate: 0.0001", f"learning_rate: {text}"))
+    found = recipe.load(file).train.learning_rate
+    assert found == value and isinstance(found, float)
+    assert load(tmp_path, {}, [f"train.learning_rate={text}"]).train.learning_rate == value
+
+
+WRONG = {
+    # unknown keys, with a suggestion where one is near
+    "unknown key": ({"train.learning_rat": 1}, "unknown key train.learning_rat; did you mean train.learning_rate?"),
+    "unknown section": ({"dat": {}}, "unknown key dat; did you mean data?"),
+    "unknown key, nothing near": (
+        {"decode.xyzzy": 1}, "unknown key decode.xyzzy; known keys: max_new_tokens, block_length, confidence_threshold"
+    ),
+    "unknown key, deep": ({"collect.screen": {"ngrams": 3}}, "unknown key collect.screen.ngrams; did you mean collect.screen.ngram?"),
+    "a number as key": ({"train": {7: 1}}, "unknown key train.7; known keys: learning_rate"),
+    "internal key": ({"folder": "/tmp"}, "unknown key folder; known keys: name"),
+    # missing keys
+    "missing section": ({"decode": ...}, "missing key decode: a group of keys"),
+    "missing key": ({"train.learning_rate": ...}, "missing key train.learning_rate: a number"),
+    "missing name": ({"name": ...}, "missing key name: text"),
+    "missing key, deep": ({"train.lora": {"rank": 1, "alpha": 2}}, "missing key train.lora.targets: a list, each item text"),
+    # wrong types
+    "text for a number": ({"train.learning_rate": "fast"}, "train.learning_rate is 'fast'; it must be a number"),
+    "true for a number": ({"train.learning_rate": True}, "train.learning_rate is True; it must be a number"),
+    "null for a number": ({"train.learning_rate": None}, "train.learning_rate is None; it must be a number"),
+    "1.5 for a whole number": ({"train.batch_size": 1.5}, "train.batch_size is 1.5; it must be a whole number"),
+    "true for a whole number": ({"train.batch_size": True}, "train.batch_size is True; it must be a whole number"),
+    "text for a whole number": ({"train.batch_size": "4"}, "train.batch_size is '4'; it must be a whole number"),
+    "a number for text": ({"name": 3}, "name is 3; it must be text"),
+    "text for true": ({"data.chat_template": "yes please"}, "data.chat_template is 'yes please'; it must be true or false"),
+    "1 for true": ({"collect.stop_at_eos": 1}, "collect.stop_at_eos is 1; it must be true or false"),
+    "a number for a list": ({"collect.temperatures": 0.5}, "collect.temperatures is 0.5; it must be a list, each item a number"),
+    "a wrong item": ({"collect.temperatures": [0.0, "hot"]}, "collect.temperatures[1] is 'hot'; it must be a number"),
+    "text for a group": ({"decode": "fast"}, "decode is 'fast'; it must be a group of keys"),
+    "a list for a group": ({"train.scheduler_kwargs": [1]}, "train.scheduler_kwargs is [1]; it must be a group of keys"),
+    "text for a group or null": ({"train.lora": "small"}, "train.lora is 'small'; it must be a group of keys"),
+    # limits
+    "block length": (
+        {"decode.block_length": 24},
+        "decode.block_length 24 does not divide decode.max_new_tokens 64; lengths that do: 1, 2, 4, 8, 16, 32, 64",
+    ),
+    "block length 0": ({"decode.block_length": 0}, "decode.block_length is 0; it must be at least 1"),
+    "no new tokens": ({"decode.max_new_tokens": 0}, "decode.max_new_tokens is 0; it must be at least 1"),
+    "threshold": ({"decode.confidence_threshold": 1.5}, "decode.confidence_threshold is 1.5; it must be between 0 and 1"),
+    "threshold nan": ({"decode.confidence_threshold": float("nan")}, "decode.confidence_threshold is nan; it must be between 0 and 1"),
+    "prompt tokens": ({"data.max_prompt_tokens": 0}, "data.max_prompt_tokens is 0; it must be at least 1"),
+    "no steps": ({"train.steps": 0}, "train.steps is 0; it must be at least 1"),
+    "no epochs": ({"train.steps": ..., "train.epochs": 0.0}, "train.epochs is 0.0; it must be at least 1e-06"),
+    "learning rate 0": ({"train.learning_rate": 0}, "train.learning_rate is 0.0; it must be at least 1e-12"),
+    "negative warmup": ({"train.warmup": -0.1}, "train.warmup is -0.1; it must be at least 0"),
+    "batch size 0": ({"train.batch_size": 0}, "train.batch_size is 0; it must be at least 1"),
+    "accumulation 0": ({"train.accumulation": 0}, "train.accumulation is 0; it must be at least 1"),
+    "save steps 0": ({"train.save_steps": 0}, "train.save_steps is 0; it must be at least 1"),
+    "negative distill": ({"train.distill_weight": -1.0}, "train.distill_weight is -1.0; it must be at least 0"),
+    "negative consistency": ({"train.consistency_weight": -0.5}, "train.consistency_weight is -0.5; it must be at least 0"),
+    "negative dlm": ({"train.dlm_weight": -0.01}, "train.dlm_weight is -0.01; it must be at least 0"),
+    "nothing to train": (
+        {"train.distill_weight": 0, "train.consistency_weight": 0, "train.dlm_weight": 0},
+        "train.distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained",
+    ),
+    "lora rank": ({"train.lora": {"rank": 0, "alpha": 1, "targets": ["q"]}}, "train.lora.rank is 0; it must be at least 1"),
+    "lora dropout": (
+        {"train.lora": {"rank": 1, "alpha": 1, "targets": ["q"], "dropout": 2}}, "train.lora.dropout is 2.0; it must be between 0 and 1"
+    ),
+    "no temperatures": ({"collect.temperatures": []}, "collect.temperatures is empty; give at least one, 0.0 is greedy"),
+    "negative temperature": ({"collect.temperatures": [0.0, -0.5]}, "collect.temperatures is -0.5; it must be at least 0"),
+    "no prompts": ({"collect.num_prompts": 0}, "collect.num_prompts is 0; it must be at least 1"),
+    "ngram 0": ({"collect.screen": {"ngram": 0}}, "collect.screen.ngram is 0; it must be at least 1"),
+    "repeats 0": ({"collect.screen": {"repeats": 0}}, "collect.screen.repeats is 0; it must be at least 1"),
+    "sweep threshold": ({"evaluate.thresholds": [0.5, 9]}, "evaluate.thresholds is 9.0; it must be between 0 and 1"),
+    "sweep steps": ({"evaluate.truncated_steps": [8, 0]}, "evaluate.truncated_steps is 0; it must be at least 1"),
+    "evaluate repeats": ({"evaluate.repeats": 0}, "evaluate.repeats is 0; it must be at least 1"),
+    "evaluate warmup": ({"evaluate.warmup_prompts": -1}, "evaluate.warmup_prompts is -1; it must be at least 0"),
+    # names
+    "name with a slash": ({"name": "a/b"}, "name is 'a/b'; it names a folder under runs/ and must hold no '/'"),
+    "empty name": ({"name": ""}, "name is ''; it names a folder under runs/"),
+    "family": ({"family": "natve"}, "family is 'natve'; allowed: native"),
+    "dtype": ({"dtype": "float8"}, "dtype is 'float8'; allowed: float32, bfloat16, float16"),
+    "objective": ({"train.objective": "cdml"}, "train.objective is 'cdml'; allowed: cdlm, mdlm"),
+    "method": ({"evaluate.methods": ["teacher", "pupil"]}, "evaluate.methods is 'pupil'; allowed: teacher, teacher_truncated"),
+    # relations
+    "model and scratch": ({"scratch": {"config": "c", "tokenizer": "t"}}, "exactly one of model and scratch must be given"),
+    "neither model nor scratch": ({"model": ...}, "exactly one of model and scratch must be given"),
+    "steps and epochs": ({"train.epochs": 2}, "exactly one of train.steps and train.epochs must be given"),
+    "neither steps nor epochs": ({"train.steps": ...}, "exactly one of train.steps and train.epochs must be given"),
+    "cdlm without collect": ({"collect": ...}, "missing key collect: objective cdlm trains on trajectories"),
+    "cdlm from scratch": (
+        {"model": ..., "scratch": {"config": "c", "tokenizer": "t"}}, "objective cdlm distills a teacher: give model, not scratch"
+    ),
+    # files
+    "no prompts file": ({"data.prompts": "nothing.jsonl"}, "data.prompts: no file at "),
+    "no test file": ({"data.test": "nothing.jsonl"}, "data.test: no file at "),
+    "no scratch config": (
+        {"model": ..., "scratch": {"config": "c.json", "tokenizer": "."}, "train.objective": "mdlm"}, "scratch.config: nothing at "
+    ),
+    "no scratch tokenizer": (
+        {"model": ..., "scratch": {"config": "rows.jsonl", "tokenizer": "t"}, "train.objective": "mdlm"}, "scratch.tokenizer: nothing at "
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_mistake_is_one_error_that_names_the_key_and_what_is_allowed(tmp_path, what):
+    changes, wanted = WRONG[what]
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, changes)
+    message = str(caught.value)
+    assert message.startswith(wanted), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("changes", [{"train.distill_weight": 0}, {"train.warmup": 100}, {"collect.temperatures": [0.0]},
+                                     {"decode.block_length": 64}, {"train.steps": ..., "train.epochs": 0.5}])  # fmt: skip
+def test_values_at_their_limits_are_accepted(tmp_path, changes):
+    assert load(tmp_path, changes).name == "test"
+
+
+def test_a_key_that_stands_twice(tmp_path):
+    load(tmp_path)
+    file = tmp_path / "recipe.yaml"
+    whole = file.read_text()
+    file.write_text(whole + "name: other\n")
+    with pytest.raises(ValueError, match=r"^key name stands twice \(line 1"):
+        recipe.load(file)
+    file.write_text(whole.replace("  batch_size: 4\n", "  batch_size: 4\n  batch_size: 8\n"))
+    with pytest.raises(ValueError, match=r"^key batch_size stands twice"):
+        recipe.load(file)
+
+
+@pytest.mark.parametrize("text, wanted", [
+    ("a: [1\n", r"recipe\.yaml is not YAML"),
+    ("- 1\n- 2\n", r"recipe\.yaml holds \[1, 2\]; a recipe is a group"),
+    ("", r"recipe\.yaml holds None; a recipe is a group"),
+])  # fmt: skip
+def test_a_file_that_is_no_recipe(tmp_path, text, wanted):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match=wanted):
+        recipe.load(tmp_path / "recipe.yaml")
+
+
+def test_a_missing_recipe_names_those_that_are_there(tmp_path):
+    load(tmp_path)
+    with pytest.raises(ValueError, match=r"^no recipe at .*recipes\.yaml; there are .*recipe\.yaml$"):
+        recipe.load(tmp_path / "recipes.yaml")
+    with pytest.raises(ValueError, match=r"^no recipe at .*nowhere/r\.yaml$"):
+        recipe.load(tmp_path / "nowhere" / "r.yaml")
+    with pytest.raises(ValueError, match=r"^no recipe at "):
+        recipe.load(tmp_path)
+
+
+def test_overrides(tmp_path):
+    found = load(tmp_path, {}, [
+        "train.steps=25", "decode.confidence_threshold=0.5", "name=x=y", "evaluate.thresholds=[0.5, 0.75]", "collect.screen.drop=false",
+        "train.lora={rank: 4, alpha: 8, targets: [q_proj]}", "train.lora.alpha=16", "data.group_key=task",
+    ])  # fmt: skip
+    assert found.train.steps == 25 and found.decode.confidence_threshold == 0.5 and found.name == "x=y"
+    assert found.evaluate.thresholds == [0.5, 0.75] and found.collect.screen == recipe.Screening(drop=False)
+    assert found.train.lora == recipe.Lora(4, 16, ["q_proj"]) and found.data.group_key == "task"
+    assert load(tmp_path).train.steps == 10
+
+
+def test_an_override_may_take_a_value_back_to_null(tmp_path):
+    found = load(tmp_path, {}, ["train.steps=null", "train.epochs=2"])
+    assert found.train.steps is None and found.train.epochs == 2.0
+
+
+@pytest.mark.parametrize(
+    "override, wanted",
+    [
+        ("train.steps", "--set 'train.steps' is not of the form key=value, as in --set train.steps=100"),
+        ("=5", "--set '=5' is not of the form key=value"),
+        ("train.steps.more=5", "--set 'train.steps.more=5': steps is no group of keys"),
+        ("train.steps=[1", "--set 'train.steps=[1': the value is not YAML"),
+        ("train.stepz=5", "unknown key train.stepz; did you mean train.steps?"),
+        ("trains.steps=5", "unknown key trains; did you mean train?"),
+        ("train.steps=many", "train.steps is 'many'; it must be a whole number"),
+        ("decode.block_length=48", "decode.block_length 48 does not divide"),
+    ],
+)
+def test_a_bad_override(tmp_path, override, wanted):
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, {}, [override])
+    assert str(caught.value).startswith(wanted)
+
+
+def test_paths_are_relative_to_the_recipe(tmp_path):
+    found = load(tmp_path)
+    assert found.path("a/b") == tmp_path / "a" / "b" and found.path("/a/b") == Path("/a/b")
+    assert found.model_path() == "teacher"  # no such folder beside the recipe: a Hub id
+    (tmp_path / "teacher").mkdir()
+    assert found.model_path() == tmp_path / "teacher"
+    assert load(tmp_path, {"model": "./gone"}).model_path() == tmp_path / "gone"
+
+
+def test_section_gives_plain_values(tmp_path):
+    found = load(tmp_path).section("decode", "collect", "seed")
+    assert found["decode"] == {"max_new_tokens": 64, "block_length": 32, "confidence_threshold": 0.9} and found["seed"] == 0
+    assert found["collect"]["screen"] == {"ngram": 8, "repeats": 3, "drop": True, "correct_only": False}
+
+
+def test_objectives_are_those_of_the_trainer():
+    from cdlm import trainer
+
+    assert set(recipe.OBJECTIVES) == set(trainer.OBJECTIVES)
+
+
+def test_screening_is_the_screen_of_the_trajectories():
+    from cdlm.trajectories import Screen
+
+    def stated(kind):
+        return [(f.name, f.default) for f in dataclasses.fields(kind)]
+
+    assert stated(recipe.Screening) == stated(Screen)
+
+
+def test_a_model_from_nothing_with_the_small_worlds_files(tmp_path):
+    found = load(tmp_path, {
+        "model": ..., "collect": ..., "train.objective": "mdlm",
+        "scratch": {"config": str(TINY / "scratch" / "config.json"), "tokenizer": str(TINY / "tokenizer")},
+    })  # fmt: skip
+    assert found.scratch.init == "copying" and found.model is None

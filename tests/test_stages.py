@@ -1,0 +1,459 @@
+"""The stages of a run: each hands files to the next, is done once, refuses other values, and ends the same when it was killed."""
+
+import json
+import shutil
+import signal
+from dataclasses import asdict
+
+import mini
+import pytest
+import torch
+import yaml
+from mini import contents, finished, one_thread, snapshot  # noqa: F401
+
+from cdlm import cli, data, families, recipe, stages
+from cdlm.decode import DecodeConfig
+from cdlm.stages import Run
+
+ROW_KEYS = {
+    "task", "method", "parameter", "accuracy", "steps", "commit_forwards", "forwards", "output_tokens", "tpf", "latency_s", "tps", "batch",
+    "n",
+}
+SUMMARY_KEYS = {
+    "teacher_accuracy", "student_accuracy", "truncated_accuracy", "threshold_steps", "student_steps", "step_reduction", "latency_speedup",
+    "tpf",
+}
+
+
+@pytest.fixture
+def full(tmp_path_factory):
+    return finished(tmp_path_factory)
+
+
+@pytest.fixture
+def lora(tmp_path_factory):
+    return finished(tmp_path_factory, lora=True)
+
+
+def run_of(done, out, *overrides) -> Run:
+    return Run(recipe.load(done.recipe, list(overrides)), out, say=lambda text: None)
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_distill_from_nothing_writes_every_result(tmp_path_factory, adapter):
+    done = finished(tmp_path_factory, lora=adapter)
+    names = set(contents(done.out))
+    shards = {f"trajectories/shard-0000{i}.{suffix}" for i in range(3) for suffix in ("parquet", "safetensors")}
+    assert shards | {"trajectories/manifest.json", "report.json", "report.md", "pareto.png", "samples.jsonl", "log.jsonl"} <= names
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    assert {f"student/{weights}", "student/request.json"} <= names
+    assert {"export/model.safetensors", "export/config.json", "export/README.md", "export/custom_generate/generate.py"} <= names
+    assert not any("partial" in name for name in names)
+    assert not (done.out / "checkpoints").exists()
+    assert (done.out / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    for stage in stages.STAGES:
+        assert f"{stage}: done in" in done.printed
+
+
+def test_a_second_call_does_nothing(full, tmp_path, capsys):
+    out = full.copy(tmp_path / "out")
+    before = snapshot(out)
+    assert cli.main(["distill", str(full.recipe), "--out", str(out)]) == 0
+    assert snapshot(out) == before
+    printed = capsys.readouterr().out
+    for stage in stages.STAGES:
+        assert f"{stage}: done already" in printed
+
+
+# Cells of the printed table end in an ellipsis when stdout is no terminal: cli._print_table asks for 132 columns at least, the
+# table needs more.
+@pytest.mark.xfail(strict=True, reason="cli._print_table cuts cells: the console is narrower than the table")
+def test_the_printed_table_is_not_cut(full):
+    assert "…" not in full.printed
+
+
+@pytest.mark.parametrize(("stage", "missing"), [
+    ("train", "collect"), ("evaluate", "collect"), ("evaluate", "train"), ("export", "evaluate"),
+])
+def test_a_stage_alone_needs_the_one_before_it(full, tmp_path, monkeypatch, stage, missing):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in {"collect": [], "train": ["trajectories"], "evaluate": ["trajectories", "student"]}[missing]:
+        shutil.copytree(full.out / name, out / name)
+    before = snapshot(out)
+    monkeypatch.setenv("CDLM_TRACEBACK", "1")
+    with pytest.raises(ValueError, match=rf"^{stage} needs the result of {missing}\b"):
+        cli.main([stage, str(full.recipe), "--out", str(out)])
+    assert snapshot(out) == before
+
+
+def test_stages_one_by_one_end_as_distill_does(full, tmp_path):
+    out = tmp_path / "out"
+    for stage in stages.STAGES:
+        assert cli.main([stage, str(full.recipe), "--out", str(out)]) == 0
+    one_by_one, at_once = contents(out), contents(full.out)
+    assert set(one_by_one) == set(at_once)
+    timed = {"report.json", "report.md", "log.jsonl", "pareto.png", "export/README.md"}
+    for name in set(at_once) - timed:
+        assert one_by_one[name] == at_once[name], name
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ("train.steps=7", "train.steps: 6 there, 7 now"),
+    ("train.lora.rank=2", "train.lora"),
+    ("seed=4", "seed: 3 there, 4 now"),
+    ("collect.temperatures=[0.0]", "collect.temperatures"),
+    ("decode.block_length=4", "decode.block_length: 8 there, 4 now"),
+    ("decode.confidence_threshold=0.6", "decode.confidence_threshold: 0.5 there, 0.6 now"),
+    ("evaluate.thresholds=[0.6]", "evaluate.thresholds"),
+    ("export.license=apache-2.0", "export.license: 'mit' there, 'apache-2.0' now"),
+])
+def test_a_changed_value_on_a_finished_folder_is_refused(lora, tmp_path, capsys, change, named):
+    out = lora.copy(tmp_path / "out")
+    before = snapshot(out)
+    assert cli.main(["distill", str(lora.recipe), "--out", str(out), "--set", change]) == 2
+    error = capsys.readouterr().err
+    assert named in error and str(out) in error
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("file", ["train.jsonl", "test.jsonl", "teacher/config.json"])
+def test_changed_files_on_a_finished_folder_are_refused(full, tmp_path, capsys, file):
+    shutil.copytree(full.recipe.parent, tmp_path / "mini")
+    path = tmp_path / "mini" / file
+    text = path.read_text()
+    path.write_text(text.replace("}\n", ', "more": 1}\n', 1) if file.endswith("jsonl") else json.dumps({**json.loads(text), "more": 1}))
+    before = snapshot(tmp_path / "mini" / "out")
+    assert cli.main(["distill", str(tmp_path / "mini" / "mini.yaml"), "--out", str(tmp_path / "mini" / "out")]) == 2
+    named = {"train.jsonl": "prompts:", "test.jsonl": "test:", "teacher/config.json": "teacher:"}[file]
+    assert named in capsys.readouterr().err
+    assert snapshot(tmp_path / "mini" / "out") == before
+
+
+def test_a_changed_value_on_half_a_collection_is_refused(full, tmp_path):
+    out = tmp_path / "out"
+    (out / "trajectories").mkdir(parents=True)
+    for name in ("collection.json", "shard-00000.parquet", "shard-00000.safetensors"):
+        shutil.copy(full.out / "trajectories" / name, out / "trajectories")
+    before = snapshot(out)
+    with pytest.raises(ValueError, match="seed: 3 there, 4 now"):
+        stages.collect(run_of(full, out, "seed=4"))
+    assert snapshot(out) == before
+
+
+# ---- killed and started again (contract 10) --------------------------------------------------------------------------
+
+# Runs one stage and dies with SIGKILL when `when` says so: {"said": text} after the stage said something with this text in it,
+# {"write": name, "number": n} in the middle of the n-th write of such a file.
+KILLED = """
+import json, os, signal
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+from cdlm import recipe, stages
+
+stage, path, out, when = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+def say(text):
+    if when.get("said") and when["said"] in text:
+        die()
+
+def dying(write):
+    count = 0
+    def wrapper(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == when["number"]:
+            die()
+        return write(*args, **kwargs)
+    return wrapper
+
+if when.get("write") == "parquet":
+    import pyarrow.parquet
+    pyarrow.parquet.write_table = dying(pyarrow.parquet.write_table)
+if when.get("write") == "trainer_state":
+    from transformers.trainer_callback import TrainerState
+    TrainerState.save_to_json = dying(TrainerState.save_to_json)
+
+out.mkdir(parents=True, exist_ok=True)
+getattr(stages, stage)(stages.Run(recipe.load(path), out, say))
+"""
+
+
+def kill(stage: str, done, out, folder, **when) -> None:
+    ended = mini.run_python(KILLED, stage, done.recipe, out, json.dumps(when), folder=folder)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+@pytest.mark.parametrize(("when", "left"), [
+    ({"said": "shard 1 of 3"}, ["shard-00000.parquet", "shard-00000.safetensors"]),
+    ({"write": "parquet", "number": 2}, ["shard-00000.parquet", "shard-00000.safetensors", "shard-00001.safetensors"]),
+])
+def test_collect_killed_and_started_again_ends_with_the_same_bytes(full, tmp_path, when, left):
+    out = tmp_path / "out"
+    kill("collect", full, out, tmp_path, **when)
+    assert sorted(contents(out / "trajectories")) == ["collection.json", *left]
+    assert not stages.is_done(run_of(full, out), "collect")
+    first = snapshot(out / "trajectories")["shard-00000.parquet"]
+    stages.collect(run_of(full, out))
+    assert contents(out / "trajectories") == contents(full.out / "trajectories")
+    assert snapshot(out / "trajectories")["shard-00000.parquet"] == first, "a finished shard is not made again"
+
+
+def losses(out) -> list[dict]:
+    names = ("step", "distill_loss", "consistency_loss", "dlm_loss", "learning_rate", "grad_norm")
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in names} for line in lines if "distill_loss" in line]
+
+
+def check_train_killed(done, tmp_path, **when) -> None:
+    out, unbroken = tmp_path / "out", tmp_path / "unbroken"
+    for folder in (out, unbroken):
+        shutil.copytree(done.out / "trajectories", folder / "trajectories")
+    torch.manual_seed(0)
+    stages.train(run_of(done, unbroken))
+    kill("train", done, out, tmp_path, **when)
+    assert not (out / "student").exists() and list((out / "checkpoints").glob("checkpoint-*"))
+    said = []
+    stages.train(Run(recipe.load(done.recipe), out, said.append))
+    assert any("goes on from checkpoint-" in text for text in said)
+    assert contents(out / "student") == contents(unbroken / "student")
+    assert losses(out) == losses(unbroken), "the log is whole and the same"
+    assert [line["step"] for line in losses(out)] == [1, 2, 3, 4, 5, 6]
+    assert not (out / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_train_killed_and_started_again_gives_the_same_student(tmp_path_factory, tmp_path, adapter):
+    check_train_killed(finished(tmp_path_factory, lora=adapter), tmp_path, said="step 3 of 6")
+
+
+# stages.train draws the adapter's start from torch's global generator, which nothing has seeded by then.
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="add_lora is not seeded"))])
+def test_the_student_depends_on_the_recipe_alone(tmp_path_factory, tmp_path, adapter):
+    done, made = finished(tmp_path_factory, lora=adapter), []
+    for process in (1, 2):
+        out = tmp_path / str(process)
+        shutil.copytree(done.out / "trajectories", out / "trajectories")
+        torch.manual_seed(process)
+        stages.train(run_of(done, out))
+        made.append(contents(out / "student"))
+    assert made[0] == made[1]
+
+
+# The Trainer writes a checkpoint file by file into its place and trainer_state.json last; stages.train takes the folder with the
+# highest number, whole or not.
+@pytest.mark.xfail(strict=True, reason="stages.train tries to go on from a checkpoint that was not written to its end")
+def test_train_killed_while_it_writes_a_checkpoint(full, tmp_path):
+    check_train_killed(full, tmp_path, write="trainer_state", number=2)
+
+
+class Killed(BaseException):
+    """As good as SIGKILL at a certain line: nothing in the package catches it."""
+
+
+def die(*args, **kwargs):
+    raise Killed
+
+
+def test_evaluate_killed_before_the_report_is_made_again(full, tmp_path, monkeypatch):
+    from cdlm.evaluate import report
+
+    out = tmp_path / "out"
+    for name in ("trajectories", "student"):
+        shutil.copytree(full.out / name, out / name)
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "plot", die)
+        with pytest.raises(Killed):
+            stages.evaluate(run_of(full, out))
+    assert not stages.is_done(run_of(full, out), "evaluate")
+    stages.evaluate(run_of(full, out))
+    assert stages.is_done(run_of(full, out), "evaluate")
+    assert (out / "samples.jsonl").read_bytes() == (full.out / "samples.jsonl").read_bytes()
+    assert untimed(json.loads((out / "report.json").read_text())) == untimed(json.loads((full.out / "report.json").read_text()))
+
+
+def untimed(report: dict) -> dict:
+    report["summary"].pop("latency_speedup")
+    for row in report["results"]:
+        row.pop("latency_s"), row.pop("tps")
+    return report
+
+
+# report.json says that the stage is done, and is written before samples.jsonl.
+@pytest.mark.xfail(strict=True, reason="stages.evaluate writes samples.jsonl after report.json")
+def test_evaluate_killed_behind_the_report_still_ends_with_every_file(full, tmp_path, monkeypatch):
+    from cdlm.evaluate import report
+
+    out = tmp_path / "out"
+    for name in ("trajectories", "student"):
+        shutil.copytree(full.out / name, out / name)
+    write = report.write
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "write", lambda *args: (write(*args), die()))
+        with pytest.raises(Killed):
+            stages.evaluate(run_of(full, out))
+    if not stages.is_done(run_of(full, out), "evaluate"):
+        stages.evaluate(run_of(full, out))
+    assert (out / "samples.jsonl").read_bytes() == (full.out / "samples.jsonl").read_bytes()
+
+
+# student/ says that the stage is done, and is put in place before log.jsonl is written and checkpoints/ removed.
+@pytest.mark.xfail(strict=True, reason="stages.train writes log.jsonl after student/")
+def test_train_killed_behind_the_student_still_ends_with_every_file(full, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(full.out / "trajectories", out / "trajectories")
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "_note_log", die)
+        with pytest.raises(Killed):
+            stages.train(run_of(full, out))
+    if not stages.is_done(run_of(full, out), "train"):
+        stages.train(run_of(full, out))
+    assert (out / "log.jsonl").is_file()
+    assert not (out / "checkpoints").exists()
+
+
+def test_export_killed_between_removing_the_old_and_placing_the_new_folder(full, tmp_path):
+    out = full.copy(tmp_path / "out")
+    (out / "export").rename(out / "export.partial")
+    (out / "export.partial" / "half").write_text("of another run")
+    assert not stages.is_done(run_of(full, out), "export")
+    stages.export(run_of(full, out))
+    assert contents(out) == contents(full.out)
+
+
+# ---- what is reported ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_report_has_the_promised_fields(tmp_path_factory, adapter):
+    found = json.loads((finished(tmp_path_factory, lora=adapter).out / "report.json").read_text())
+    assert SUMMARY_KEYS <= set(found["summary"])
+    assert all(isinstance(found["summary"][key], int | float) for key in SUMMARY_KEYS)
+    rows = found["results"]
+    for row in rows:
+        assert ROW_KEYS <= set(row)
+        assert row["batch"] == 3 and row["n"] == (4 if row["task"] == "all" else 2)
+        assert row["tpf"] == pytest.approx(row["output_tokens"] / row["forwards"])
+        if row["latency_s"] is not None:
+            assert 0 < row["latency_s"]["median"] <= row["latency_s"]["p90"] and row["tps"] > 0
+    assert {row["task"] for row in rows} == {"all", "copy", "reverse"}
+    for task in ("all", "copy", "reverse"):
+        assert {row["method"] for row in rows if row["task"] == task} == set(recipe.METHODS)
+        assert [row["parameter"] for row in rows if row["task"] == task and row["method"] == "student"] == [0.3, 0.5, 0.9]
+
+
+def row_of(report: dict, method: str, parameter: float | None = None, task: str = "all") -> dict:
+    (row,) = [r for r in report["results"] if (r["task"], r["method"], r["parameter"]) == (task, method, parameter)]
+    return row
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_report_numbers_are_what_the_recipe_makes_them(tmp_path_factory, adapter):
+    found = json.loads((finished(tmp_path_factory, lora=adapter).out / "report.json").read_text())
+    teacher, student, summary = row_of(found, "teacher"), row_of(found, "student", 0.5), found["summary"]
+    assert teacher["accuracy"] == 0.5 and teacher["steps"] == teacher["forwards"] == mini.BUDGET and teacher["commit_forwards"] == 0
+    for task in ("copy", "reverse"):
+        assert row_of(found, "teacher", task=task)["accuracy"] == 0.5
+    assert row_of(found, "teacher_truncated", 4)["steps"] == 4
+    assert 1 <= student["commit_forwards"] <= 2 and student["forwards"] == student["steps"], "a commit shares a step's forward"
+    uncached = row_of(found, "student_uncached", 0.5)
+    assert uncached["commit_forwards"] == 0
+    for key in ("accuracy", "steps", "output_tokens", "tpf"):
+        assert uncached[key] == student[key], "the cache changes no token"
+    assert summary["teacher_accuracy"] == 0.5 and summary["student_accuracy"] == student["accuracy"]
+    assert summary["step_reduction"] == pytest.approx(teacher["steps"] / student["steps"])
+    assert summary["latency_speedup"] == pytest.approx(teacher["latency_s"]["median"] / student["latency_s"]["median"])
+    assert summary["tpf"] == student["tpf"]
+    cut = max(2, round(student["steps"]))
+    assert summary["truncated_accuracy"] == row_of(found, "teacher_truncated", cut)["accuracy"]
+
+
+def test_report_md_has_a_table_a_task(full):
+    found, text = json.loads((full.out / "report.json").read_text()), (full.out / "report.md").read_text()
+    for task in ("all", "copy", "reverse"):
+        assert f"## {task}\n" in text
+    assert text.count("| student, cached |") == 3 * 3
+    assert f"teacher {found['summary']['teacher_accuracy']:.1%} in {mini.BUDGET:.1f}" in text
+
+
+def samples(out) -> dict[str, list[dict]]:
+    held: dict[str, list[dict]] = {}
+    for line in (out / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        held.setdefault(row.pop("method"), []).append({key: row[key] for key in ("prompt", "text", "correct", "steps", "output_tokens")})
+    return held
+
+
+def test_the_teachers_rows_are_those_of_the_plain_teacher_and_the_students_are_not(lora):
+    """The adapter sits on the teacher's own weights; it must be off when the teacher is measured, and on for the student."""
+    import contextlib
+
+    from cdlm.evaluate.run import Method, score
+
+    teacher = families.load(lora.recipe.parent / "teacher")
+    tokenizer = families.load_tokenizer(lora.recipe.parent / "teacher", teacher.facts)
+    examples = run_of(lora, lora.out).examples(tokenizer, "test", 4)
+    whole = {"max_new_tokens": mini.BUDGET, "block_length": mini.BLOCK}
+    full_attention = {**whole, "block_causal": False, "use_cache": False}
+    plain = {
+        "teacher": DecodeConfig(**full_attention, tokens_per_step=1, stop_at_eos=False),
+        "teacher_truncated(4)": DecodeConfig(**full_attention, steps=4, stop_at_eos=False),
+        "teacher_threshold(0.9)": DecodeConfig(**full_attention, confidence_threshold=0.9),
+        "teacher_block_causal": DecodeConfig(**whole, tokens_per_step=1),
+        "student(0.9)": DecodeConfig(**whole, confidence_threshold=0.9),
+    }
+    said = samples(lora.out)
+    for label, config in plain.items():
+        rows = score(Method(label, None, config, teacher, contextlib.nullcontext), examples, tokenizer, 3)
+        expected = [
+            {"prompt": example.prompt, **{key: asdict(row)[key] for key in ("text", "correct", "steps", "output_tokens")}}
+            for example, row in zip(examples, rows, strict=True)
+        ]
+        assert (said[label] == expected) is not label.startswith("student"), label
+
+
+def test_training_changes_the_weights_it_should(full, lora):
+    from safetensors.torch import load_file
+
+    teacher = load_file(full.recipe.parent / "teacher" / "model.safetensors")
+    student = load_file(full.out / "student" / "model.safetensors")
+    assert set(student) == set(teacher)
+    assert all(not torch.equal(student[name], teacher[name]) for name in teacher)
+    adapter = load_file(lora.out / "student" / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in adapter} == set(mini.LORA["targets"])
+    assert all(bool(tensor.any()) for name, tensor in adapter.items() if "lora_B" in name)
+    merged = load_file(lora.out / "export" / "model.safetensors")
+    touched = {name for name in teacher if not torch.equal(merged[name], teacher[name])}
+    assert {name.split(".")[-2] for name in touched} == set(mini.LORA["targets"])
+
+
+def test_an_mdlm_recipe_has_no_collect_stage_and_exports_a_teacher(full, tmp_path, capsys):
+    folder = tmp_path / "scratch"
+    shutil.copytree(full.recipe.parent, folder, ignore=shutil.ignore_patterns("out"))
+    values = mini.values()
+    del values["collect"], values["model"], values["train"]["dlm_weight"]
+    values["scratch"] = {"config": "teacher/config.json", "tokenizer": "teacher", "init": "fan_in"}
+    values["train"] |= {"objective": "mdlm", "steps": 2}
+    values["evaluate"] = {"methods": ["teacher", "teacher_threshold"], "thresholds": [0.5], "num_prompts": 2, "latency_prompts": 1}
+    (folder / "mini.yaml").write_text(yaml.safe_dump(values))
+    out = folder / "out"
+    assert cli.main(["distill", str(folder / "mini.yaml"), "--out", str(out)]) == 0
+    assert not (out / "trajectories").exists() and not (out / "export" / "custom_generate").exists()
+    found = json.loads((out / "report.json").read_text())
+    assert found["summary"]["student_accuracy"] is None and found["summary"]["teacher_accuracy"] is not None
+    assert families.load(out / "export").facts.mask_token_id == 1
+    capsys.readouterr()
+    assert cli.main(["collect", str(folder / "mini.yaml"), "--out", str(out)]) == 2
+    assert "no collect stage" in capsys.readouterr().err
+
+
+def test_latency_prompts_are_taken_from_the_groups_in_turn():
+    rows = [data.Example(i, group, "", "", [3], [4]) for i, group in enumerate("aaaabbc")]
+    assert [e.index for e in stages._spread(rows, 5)] == [0, 4, 6, 1, 5]
+    assert [e.index for e in stages._spread(rows, 99)] == [0, 4, 6, 1, 5, 2, 3]
