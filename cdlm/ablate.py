@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 from cdlm import stages
 from cdlm.stages import Run
@@ -19,7 +20,7 @@ def variant(run: Run, name: str) -> Run:
     """The run with only the losses of this variant, in its own folder, on the same trajectories. A loss that the recipe has at
     weight 0 is one that the recipe does not use; "all three" then needs a weight for it."""
     train = run.recipe.train
-    off = {weight: 0.0 for weight in WEIGHTS if weight not in VARIANTS[name]}
+    off: dict[str, Any] = {weight: 0.0 for weight in WEIGHTS if weight not in VARIANTS[name]}
     recipe = replace(run.recipe, train=replace(train, **off), evaluate=replace(run.recipe.evaluate, methods=["student"]))
     return Run(recipe, run.out / "ablation" / name.replace(" ", "-"), run.say, shared_trajectories=run.trajectories)
 
@@ -30,7 +31,7 @@ def run(base: Run) -> str:
         raise ValueError(f"ablate takes a recipe with train.objective cdlm; this one has {base.recipe.train.objective}")
     missing = [weight for weight in WEIGHTS if not getattr(base.recipe.train, weight)]
     if missing:
-        raise ValueError(f"train.{missing[0]} is 0, so there is no weight to give it in the ablation; set one with --set train.{missing[0]}=...")
+        raise ValueError(f"train.{missing[0]} is 0: the ablation has no weight to give it; set one with --set train.{missing[0]}=...")
     base.out.mkdir(parents=True, exist_ok=True)
     if not stages.is_done(base, "collect"):
         stages.collect(base)
@@ -44,7 +45,8 @@ def run(base: Run) -> str:
                 getattr(stages, stage)(part)
         found = json.loads((part.out / "report.json").read_text())["summary"]
         weights = ", ".join(f"{getattr(part.recipe.train, w):g}" for w in WEIGHTS)
-        lines.append(f"| {name} | {weights} | {found['student_accuracy']:.1%} | {found['student_steps_at_threshold']:.2f} | {found['tpf']:.2f} |")
+        numbers = f"{found['student_accuracy']:.1%} | {found['student_steps_at_threshold']:.2f} | {found['tpf']:.2f}"
+        lines.append(f"| {name} | {weights} | {numbers} |")
     text = "\n".join(lines)
     (base.out / "ablation" / "ablation.md").write_text(text + "\n")
     return text

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--block-length", type=int, help="slots of a block (default: the model's)")
     generate.add_argument("--confidence-threshold", type=float, help="reveal above this probability (default: the model's, else 0.9)")
     generate.add_argument("--tokens-per-step", type=int, help="reveal so many slots a step, instead of a threshold")
-    generate.add_argument("--attention", choices=("block_causal", "full"), help="default: block_causal for a model that states a block length")
+    generate.add_argument("--attention", choices=("block_causal", "full"), help="default: block_causal if the model states a block length")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     generate.add_argument("--seed", type=int, default=0, help="of sampling")
     generate.add_argument("--family", help="read the checkpoint as this family")
@@ -105,7 +105,7 @@ def _require(run, stage: str) -> None:
         raise ValueError(f"this recipe has no {stage} stage; it has {', '.join(order)}")
     for before in order[: order.index(stage)]:
         if not stages.is_done(run, before):
-            raise ValueError(f"{stage} needs the result of {before}, which is not in {run.out}: run `cdlm {before}` or `cdlm distill` first")
+            raise ValueError(f"{stage} needs the result of {before}, which is not in {run.out}: run cdlm {before} (or distill) first")
 
 
 def _print_table(run) -> None:
@@ -119,10 +119,9 @@ def _print_table(run) -> None:
     found = json.loads((run.out / "report.json").read_text())
     console = Console(width=max(132, Console().width))
     own = found["summary"]
-    shown = [
-        row for row in found["results"]
-        if row["parameter"] is None or row["parameter"] in (own["confidence_threshold"], run_truncated(own)) or row["method"] == "student_uncached"
-    ]
+    # Of each sweep the recipe's own value: its threshold, and the truncated teacher at the student's steps.
+    own_values = (None, own["confidence_threshold"], own["truncated_steps"])
+    shown = [row for row in found["results"] if row["parameter"] in own_values]
     table = Table(title=f"{run.recipe.name}: batch {found['results'][0]['batch']}, latency at batch 1")
     for i, name in enumerate(("task", *report.COLUMNS)):
         table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
@@ -131,11 +130,6 @@ def _print_table(run) -> None:
     console.print(table)
     for line in report.summary_lines(own):
         console.print(line, highlight=False)
-
-
-def run_truncated(summary: dict) -> float | None:
-    """The step budget of the truncated teacher that the summary speaks of."""
-    return summary["truncated_steps"]
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -87,7 +87,7 @@ def read_examples(
         if not 0 < len(prompt) <= max_prompt_tokens:
             raise ValueError(f"{where}: the prompt has {len(prompt)} tokens, allowed are 1 to {max_prompt_tokens} (data.max_prompt_tokens)")
         if len(answer) + 1 > max_new_tokens:
-            raise ValueError(f"{where}: the answer has {len(answer)} tokens and an end token, the budget is {max_new_tokens} (decode.max_new_tokens)")
+            raise ValueError(f"{where}: answer and end token are {len(answer) + 1} tokens, decode.max_new_tokens is {max_new_tokens}")
         group = row[group_key] if group_key else "all"
         examples.append(Example(index, group, row[prompt_key], row[answer_key], prompt, answer))
     return examples

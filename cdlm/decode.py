@@ -206,7 +206,9 @@ class _CachedBlocks:
         self.pending = (block_AS, torch.ones_like(block_AS, dtype=torch.bool))
 
 
-def choose(logits_ASV: Tensor, mask_token_id: int, temperature: float, generators: list[torch.Generator | None] | None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_ASV: Tensor, mask_token_id: int, temperature: float, generators: list[torch.Generator | None] | None
+) -> tuple[Tensor, Tensor]:
     """Token of every slot and its probability under softmax(logits), both [A, S]. The mask token is never chosen.
 
     Probabilities are fp32. Sampling adds Gumbel noise to logits / temperature (Gumbel-max), drawn in fp64 from each row's

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from cdlm.families import native
 from cdlm.families.base import DiffusionLM, Facts
@@ -17,7 +16,7 @@ from cdlm.families.base import DiffusionLM, Facts
 GENERATE_FILE = Path(__file__).parent / "exported" / "generate.py"
 
 
-def merge_lora(peft_model: Any, probe_ids_BL: torch.Tensor, tolerance: float = 1e-4) -> nn.Module:
+def merge_lora(peft_model: Any, probe_ids_BL: torch.Tensor, tolerance: float = 1e-4) -> Any:
     """The base model with the adapter merged into its weights; refused when a probe's logits change by more than `tolerance`."""
     valid = torch.ones_like(probe_ids_BL)
     peft_model.eval()
@@ -76,13 +75,13 @@ def card(
         pipeline_tag="text-generation", tags=["cdlm", "diffusion", "block-diffusion", "custom_generate", *tags],
         datasets=datasets or None, model_name=name, eval_results=results or None,
     )
-    usage = f"""```python
+    usage = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "PATH_OR_REPO"
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 model = AutoModelForCausalLM.from_pretrained(folder)
-text = tokenizer.apply_chat_template([{{"role": "user", "content": "..."}}], tokenize=False, add_generation_prompt=True)
+text = tokenizer.apply_chat_template([{"role": "user", "content": "..."}], tokenize=False, add_generation_prompt=True)
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 out = model.generate(**inputs, custom_generate=folder, trust_remote_code=True)
 print(tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))

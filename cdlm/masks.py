@@ -10,13 +10,9 @@ attention has no horizon. (CDLM, arXiv 2511.19269, section 4 and figure 2.)
 Shapes: B rows, L tokens, Q queries, K keys.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-BlockOrigin = Literal["prompt_end", "zero"]
-PromptAttention = Literal["bidirectional", "block_causal", "causal"]
 NO_HORIZON = torch.iinfo(torch.int32).max
 
 
@@ -25,16 +21,17 @@ def horizon(
     prompt_length_B: Tensor,
     block_length: int,
     *,
-    origin: BlockOrigin = "prompt_end",
-    prompt_attention: PromptAttention = "bidirectional",
+    origin: str = "prompt_end",
+    prompt_attention: str = "bidirectional",
 ) -> Tensor:
     """Last position that each query may look at under the block-causal mask, [B, L].
 
     position_BL: absolute positions, padding not counted (the first real token of a row is 0).
     prompt_length_B: real prompt tokens of each row.
-    origin: where blocks start, at the end of the prompt or at position 0. With "zero" the tail of a prompt shares
+    origin: where blocks start, "prompt_end" or "zero" (position 0). With "zero" the tail of a prompt shares
         its block with the first answer tokens, and is visible to and sees that whole block.
-    prompt_attention: how prompt rows that share no block with the answer look at one another.
+    prompt_attention: how prompt rows that share no block with the answer look at one another: "bidirectional",
+        "block_causal" or "causal".
 
     A bidirectional prompt row sees the whole prompt; a block-causal one its own block, cut at the end of the prompt
     when blocks start there; a causal one itself and what precedes it.

@@ -67,8 +67,8 @@ def text(run: Run) -> str:
         slots = _decoded(prompts, block) if c.stop_at_eos else budget
         size = hidden_bytes(rows, budget, config.hidden_size)
         stage(
-            "collect", f"{rows} trajectories ({len(prompts)} prompts x {len(c.temperatures)} temperatures), about {slots:.0f} forwards each, "
-            f"{size / 2**30:.3f} GiB ({size:,} bytes) of hidden rows", rows * slots * length * per_token,
+            "collect", f"{rows} trajectories ({len(prompts)} prompts x {len(c.temperatures)} temperatures), "
+            f"about {slots:.0f} forwards each, {size / 2**30:.3f} GiB ({size:,} bytes) of hidden rows", rows * slots * length * per_token,
         )
     t = r.train
     batch = t.batch_size * t.accumulation

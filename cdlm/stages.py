@@ -195,6 +195,7 @@ def train(run: Run) -> None:
         _note(checkpoints / "request.json", request)
 
     lengths = None
+    dataset: training.TrajectoryStates | training.AnswerNoise
     if t.objective == "cdlm":
         dataset = training.TrajectoryStates(trajectories.Trajectories(run.trajectories), model, r.decode.block_length, r.seed)
         head = _frozen_copy(model.head)
@@ -210,7 +211,7 @@ def train(run: Run) -> None:
         )
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     per_step = t.batch_size * t.accumulation
-    steps = t.steps or max(1, round(t.epochs * len(dataset) / per_step))
+    steps = t.steps or max(1, round((t.epochs or 0) * len(dataset) / per_step))
     run.say(
         f"train: {trainable:,} of {sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps of {per_step} rows "
         f"({steps * per_step / len(dataset):.1f} epochs of {len(dataset)})"
@@ -263,7 +264,8 @@ def _progress(run: Run, steps: int) -> Any:
                 return
             spent = time.monotonic() - self.began
             parts = ", ".join(f"{k[:-5]} {v:.3f}" for k, v in shown.items())
-            run.say(f"train: step {state.global_step} of {steps}, {parts}, {spent / done:.2f} s a step, about {spent / done * (steps - state.global_step):.0f} s left")
+            left = spent / done * (steps - state.global_step)
+            run.say(f"train: step {state.global_step} of {steps}, {parts}, {spent / done:.2f} s a step, about {left:.0f} s left")
 
     return Progress()
 
@@ -378,7 +380,8 @@ def evaluate(run: Run) -> None:
     with (run.out / "samples.jsonl").open("w") as stream:
         for m in measured:
             for example, row in zip(examples, m.rows, strict=True):
-                stream.write(json.dumps({"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}) + "\n")
+                line = {"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}
+                stream.write(json.dumps(line) + "\n")
 
 
 def _spread(examples: list[data.Example], count: int) -> list[data.Example]:

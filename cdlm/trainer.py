@@ -66,12 +66,25 @@ class CDLMConfig(TrainingArguments):
 class Trajectory(Protocol):
     """What training reads of a stored trajectory."""
 
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    tokens: Tensor
-    step: Tensor
-    decoded: int
-    hidden: Tensor
+    @property
+    def prompt_ids(self) -> list[int]: ...
+    @property
+    def answer_ids(self) -> list[int]: ...
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def step(self) -> Tensor: ...
+    @property
+    def decoded(self) -> int: ...
+    @property
+    def hidden(self) -> Tensor: ...
+
+
+class Stored(Protocol):
+    """A sequence of them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Trajectory: ...
 
 
 class _Drawing(Dataset):
@@ -94,7 +107,7 @@ class TrajectoryStates(_Drawing):
     level and uniform [N], the noise that equation 6 puts on the answer.
     """
 
-    def __init__(self, trajectories: Sequence[Trajectory], model: DiffusionLM, block_length: int, seed: int):
+    def __init__(self, trajectories: Stored, model: DiffusionLM, block_length: int, seed: int):
         super().__init__(seed)
         self.trajectories, self.block_length = trajectories, block_length
         self.mask, self.eos = model.facts.mask_token_id, model.facts.eos_token_ids[0]

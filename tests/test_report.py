@@ -24,8 +24,15 @@ def row(method, parameter=None, *, accuracy, steps, latency=None, task="all", **
 
 
 def results():
-    """A teacher of 0.9 in 64 steps, its sweep (4, 0.5) (8, 0.8) (16, 0.9), a student's sweep (2, 0.4) (4, 0.8) (8, 0.85)."""
+    """A teacher of 0.9 in 64 steps, its sweep (4, 0.5) (8, 0.8) (16, 0.9), a student's sweep (2, 0.4) (4, 0.8) (8, 0.85).
+
+    The lines of the task "sort" would change every claim if they were looked at.
+    """
     return [
+        row("teacher", accuracy=0.2, steps=60.0, task="sort"),
+        row("student", 0.9, accuracy=0.97, steps=1.0, task="sort"),
+        row("teacher_threshold", 0.9, accuracy=0.99, steps=2.0, task="sort"),
+        row("teacher_truncated", 4.0, accuracy=0.6, steps=3.0, task="sort"),
         row("teacher", accuracy=0.9, steps=64.0, latency={"median": 1.2, "p90": 1.5}),
         row("teacher_truncated", 4.0, accuracy=0.3, steps=4.0),
         row("teacher_threshold", 0.5, accuracy=0.5, steps=4.0),
@@ -34,8 +41,6 @@ def results():
         row("student", 0.5, accuracy=0.4, steps=2.0),
         row("student", 0.9, accuracy=0.8, steps=4.0, latency={"median": 0.1, "p90": 0.2}, tpf=4.5),
         row("student", 0.99, accuracy=0.85, steps=8.0),
-        row("student", 0.9, accuracy=0.1, steps=1.0, task="sort"),
-        row("teacher", accuracy=0.2, steps=60.0, task="sort"),
     ]
 
 
@@ -232,7 +237,7 @@ def test_table():
 
 
 def test_markdown_table():
-    text = report.markdown_table(report.table(results()[:2])).split("\n")
+    text = report.markdown_table(report.table([r for r in results() if r["task"] == "all"][:2])).split("\n")
     assert text[0] == "| method | parameter | accuracy | steps | commit | forwards | tokens | TPF | median s | p90 s | TPS | n |"
     assert text[1] == "|---|" + "---:|" * 11
     assert text[2].startswith("| teacher, 1 token a step |  | 90.0% | 64.0 |")

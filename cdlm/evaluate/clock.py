@@ -9,8 +9,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,11 @@ class Latency:
         return cls(statistics.median(ordered), ordered[-(-9 * len(ordered) // 10) - 1])
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one call."""
+def seconds(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Wall time of one call, and what it returned."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
-    run()
+    returned = run()
     wait()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, returned

@@ -85,10 +85,11 @@ def summarise(results: list[dict[str, Any]], threshold: float, truncated: float 
         "student_steps": student_steps,
         "student_steps_over_threshold_steps": student_steps / threshold_steps if student_steps and threshold_steps else None,
     }
-    both = teacher and student
-    out["step_reduction"] = teacher["steps"] / student["steps"] if both else None
-    timed = both and teacher["latency_s"] and student["latency_s"]
-    out["latency_speedup"] = teacher["latency_s"]["median"] / student["latency_s"]["median"] if timed else None
+    out["step_reduction"] = out["latency_speedup"] = None
+    if teacher and student:
+        out["step_reduction"] = teacher["steps"] / student["steps"]
+        if teacher["latency_s"] and student["latency_s"]:
+            out["latency_speedup"] = teacher["latency_s"]["median"] / student["latency_s"]["median"]
     return out
 
 

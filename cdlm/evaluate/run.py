@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cdlm import data
@@ -100,15 +101,12 @@ def time_all(measured: Iterable[Measured], examples: list[data.Example], warmup:
     for _ in range(repeats):
         for example in examples:
             for m in timed:
-                out: list[Decoded] = []
-                prompt, valid = data.pad_left([example.prompt_ids], m.method.model.facts.pad_token_id)
-                prompt, valid = prompt.to(m.method.model.device), valid.to(m.method.model.device)
+                model = m.method.model
+                prompt, valid = data.pad_left([example.prompt_ids], model.facts.pad_token_id)
+                prompt, valid = prompt.to(model.device), valid.to(model.device)
                 with m.method.weights():
-                    spent = seconds(
-                        lambda m=m, p=prompt, v=valid, out=out: out.append(decode(m.method.model, p, v, m.method.config)),
-                        m.method.model.device,
-                    )
-                m.times.append((example.group, spent, out[0].output_tokens[0]))
+                    spent, out = seconds(partial(decode, model, prompt, valid, m.method.config), model.device)
+                m.times.append((example.group, spent, out.output_tokens[0]))
 
 
 def mean(values: Iterable[float]) -> float:
@@ -153,5 +151,6 @@ def run(
         m = Measured(method, score(method, examples, tokenizer, batch_size))
         out.append(m)
         accuracy, steps = mean(row.correct for row in m.rows), mean(row.steps for row in m.rows)
-        say(f"evaluate: {number} of {len(methods)}, {method.label}: accuracy {accuracy:.1%}, {steps:.1f} steps ({time.monotonic() - began:.0f} s)")
+        spent = time.monotonic() - began
+        say(f"evaluate: {number} of {len(methods)}, {method.label}: accuracy {accuracy:.1%}, {steps:.1f} steps ({spent:.0f} s)")
     return out

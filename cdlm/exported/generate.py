@@ -36,7 +36,7 @@ def generate(
     block = block_length or config.block_length
     threshold = config.confidence_threshold if confidence_threshold is None else confidence_threshold
     if not budget or budget < 1 or block < 1 or not 0 <= threshold <= 1:
-        raise ValueError(f"max_new_tokens {budget} and block_length {block} must be at least 1, confidence_threshold {threshold} within 0..1")
+        raise ValueError(f"max_new_tokens {budget} and block_length {block} must be 1 or more, confidence_threshold {threshold} in 0..1")
     prompt = input_ids if input_ids is not None else inputs
     valid = torch.ones_like(prompt, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     rows, mask_id, pad_id = prompt.shape[0], config.mask_token_id, config.pad_token_id

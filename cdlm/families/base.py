@@ -58,6 +58,8 @@ FACT_NAMES = tuple(field.name for field in fields(Facts))
 class DiffusionLM(nn.Module):
     """A stock transformers decoder with the facts of a diffusion LM. `hf` is the transformers model, LoRA layers included."""
 
+    hf: Any
+
     def __init__(self, hf: nn.Module, facts: Facts, family: str):
         super().__init__()
         self.hf, self.facts, self.family = hf, facts, family

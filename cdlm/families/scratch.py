@@ -8,9 +8,9 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from cdlm.families import native
 from cdlm.families.base import DiffusionLM, Facts
@@ -18,7 +18,7 @@ from cdlm.families.base import DiffusionLM, Facts
 INITS = ("default", "fan_in", "copying")
 
 
-def _fan_in(hf: nn.Module) -> None:
+def _fan_in(hf: Any) -> None:
     for name, parameter in hf.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
@@ -27,7 +27,7 @@ def _fan_in(hf: nn.Module) -> None:
             parameter.normal_(0.0, 1.0 if embedding else parameter.shape[1] ** -0.5)
 
 
-def _copying(hf: nn.Module) -> None:
+def _copying(hf: Any) -> None:
     head, embedding = hf.get_output_embeddings().weight, hf.get_input_embeddings().weight
     if head is not embedding:
         head.copy_(embedding * embedding.shape[1] ** -0.5)
