@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("CDLM_TRACEBACK"):
             raise
-        print(f"cdlm: error: {error}", file=sys.stderr)
+        print(f"cdlm: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
@@ -70,10 +70,8 @@ def _stages(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(plan.text(run))
         return 0
-    import torch
-
-    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {recipe.device}; this machine has no such device, set device=cpu")
+    _check_device(recipe.device)
+    _quiet()
     if args.command == "ablate":
         from cdlm import ablate
 
@@ -94,6 +92,23 @@ def _stages(args: argparse.Namespace) -> int:
         _print_table(run)
         run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'pareto.png'}")
     return 0
+
+
+def _check_device(name: str) -> None:
+    """A device that torch knows and this machine has, or one error."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"device is {name!r}; this machine has no such device, cpu is always there") from None
+
+
+def _quiet() -> None:
+    """No progress bars of transformers between our own lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _require(run, stage: str) -> None:
@@ -117,7 +132,7 @@ def _print_table(run) -> None:
     from cdlm.evaluate import report
 
     found = json.loads((run.out / "report.json").read_text())
-    console = Console(width=max(132, Console().width))
+    console = Console(width=max(180, Console().width))
     own = found["summary"]
     # Of each sweep the recipe's own value: its threshold, and the truncated teacher at the student's steps.
     own_values = (None, own["confidence_threshold"], own["truncated_steps"])
@@ -138,17 +153,20 @@ def _generate(args: argparse.Namespace) -> int:
     from cdlm import data, families
     from cdlm.decode import DecodeConfig, decode
 
+    _check_device(args.device)
+    _quiet()
     config = families.read_config(args.model)
     model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)
     tokenizer = families.load_tokenizer(args.model, model.facts)
     generation = model.hf.generation_config
     block_causal = (model.facts.block_length is not None) if args.attention is None else args.attention == "block_causal"
-    budget = args.max_new_tokens or generation.max_new_tokens or 256
+    budget = next(n for n in (args.max_new_tokens, generation.max_new_tokens, 256) if n is not None)
     threshold = args.confidence_threshold
     if threshold is None and args.tokens_per_step is None:
         threshold = config.get("confidence_threshold", 0.9)
     decoding = DecodeConfig(
-        max_new_tokens=budget, block_length=args.block_length or model.facts.block_length or min(32, budget),
+        max_new_tokens=budget,
+        block_length=next(n for n in (args.block_length, model.facts.block_length, min(32, max(budget, 1))) if n is not None),
         confidence_threshold=threshold, tokens_per_step=args.tokens_per_step, block_causal=block_causal, use_cache=block_causal,
         temperature=args.temperature,
     )

@@ -37,7 +37,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     elif path.suffix == ".jsonl":
         rows = []
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            text = path.read_text(encoding="utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error}") from None
+        # Only "\n" ends a line of JSONL; str.splitlines would also split inside a string.
+        for number, line in enumerate(text.split("\n") if text else [], start=1):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
@@ -72,7 +77,7 @@ def read_examples(
     unknown token or a missing column is an error that names the row.
     """
     rows = read_rows(path)
-    if limit is not None and limit > len(rows):
+    if limit is not None and not 1 <= limit <= len(rows):
         raise ValueError(f"{what} asks for {limit} rows; {path} has {len(rows)}")
     examples = []
     for index, row in enumerate(rows[:limit]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cdlm import families
 from cdlm.families import native
 from cdlm.families.base import DiffusionLM, Facts
 
@@ -40,13 +41,14 @@ def save(
     config = model.hf.config
     for key, value in native.config_keys(facts).items():
         setattr(config, key, value)
+    config.eos_token_id, config.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id
     if confidence_threshold is not None:
         config.confidence_threshold = confidence_threshold
     generation = model.hf.generation_config
     generation.max_new_tokens, generation.max_length = max_new_tokens, None
     generation.eos_token_id, generation.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id
     model.hf.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    families.save_tokenizer(tokenizer, partial)
     if confidence_threshold is not None:
         (partial / "custom_generate").mkdir()
         shutil.copyfile(GENERATE_FILE, partial / "custom_generate" / "generate.py")

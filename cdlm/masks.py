@@ -13,6 +13,8 @@ Shapes: B rows, L tokens, Q queries, K keys.
 import torch
 from torch import Tensor
 
+ORIGINS = ("prompt_end", "zero")
+PROMPT_ATTENTION = ("bidirectional", "block_causal", "causal")
 NO_HORIZON = torch.iinfo(torch.int32).max
 
 
@@ -29,13 +31,16 @@ def horizon(
     position_BL: absolute positions, padding not counted (the first real token of a row is 0).
     prompt_length_B: real prompt tokens of each row.
     origin: where blocks start, "prompt_end" or "zero" (position 0). With "zero" the tail of a prompt shares
-        its block with the first answer tokens, and is visible to and sees that whole block.
+        its block with the first answer tokens, is visible to that whole block, and sees it unless the prompt is causal.
     prompt_attention: how prompt rows that share no block with the answer look at one another: "bidirectional",
         "block_causal" or "causal".
 
     A bidirectional prompt row sees the whole prompt; a block-causal one its own block, cut at the end of the prompt
     when blocks start there; a causal one itself and what precedes it.
     """
+    for name, value, allowed in (("origin", origin, ORIGINS), ("prompt_attention", prompt_attention, PROMPT_ATTENTION)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
     if block_length < 1:
         raise ValueError(f"block_length is {block_length}; a block holds at least 1 token")
     prompt_B1 = prompt_length_B[:, None]
@@ -57,8 +62,8 @@ def horizon(
 def attention_mask(horizon_BQ: Tensor, key_position_BK: Tensor, key_valid_BK: Tensor) -> Tensor:
     """Boolean mask [B, 1, Q, K], True where the query may look (the 4D form that transformers' models take).
 
-    A query whose horizon lies before every valid key would see nothing; padding queries are such rows. They are let
-    look at everything, so that softmax stays finite; nobody looks at them and their outputs are never read.
+    Padding queries stand at position 0 (see `positions`) and see what the first token sees; nobody looks at them and their
+    outputs are never read. A query that would see nothing is let look at everything, so that softmax stays finite.
     """
     allow = (key_position_BK[:, None, :] <= horizon_BQ[:, :, None]) & key_valid_BK[:, None, :]
     allow = allow | ~allow.any(dim=-1, keepdim=True)

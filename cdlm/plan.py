@@ -16,6 +16,8 @@ def parameters(config_path: Path | str) -> tuple[int, Any]:
     """Parameters of a model, counted on the meta device, and its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if not Path(config_path).is_file():
+        families.read_config(config_path)
     config = AutoConfig.from_pretrained(config_path, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -83,10 +85,11 @@ def text(run: Run) -> str:
         steps * batch * length * per_token * passes,
     )
     e = r.evaluate
+    thresholds = sorted({*e.thresholds, r.decode.confidence_threshold})
     share = {"teacher": budget if not e.teacher_stops_at_eos else _decoded(tests, block), "teacher_block_causal": _decoded(tests, block)}
-    passes = sum(share.get(m, 8.0 * (len(e.thresholds) if m in ("teacher_threshold", "student") else 1)) for m in e.methods)
+    passes = sum(share.get(m, 8.0 * (len(e.thresholds) if m in ("teacher_threshold", "teacher_threshold_stop", "student") else 1)) for m in e.methods)
     stage(
-        "evaluate", f"{len(tests)} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in e.thresholds)}",
+        "evaluate", f"{len(tests)} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in thresholds)}",
         (len(tests) + e.latency_prompts) * passes * length * per_token,
     )
     stage("export", f"{run.exported}, {count * families.DTYPES[r.dtype].itemsize / 2**20:.1f} MiB", 0.0)

@@ -15,7 +15,10 @@ from typing import Any
 import yaml
 
 OBJECTIVES = ("cdlm", "mdlm")
-METHODS = ("teacher", "teacher_truncated", "teacher_threshold", "teacher_block_causal", "student", "student_uncached")
+SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay")
+METHODS = (
+    "teacher", "teacher_truncated", "teacher_threshold", "teacher_threshold_stop", "teacher_block_causal", "student", "student_uncached",
+)
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,8 @@ class Evaluate:
 
     num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: the first so
     many of them, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.
-    teacher_stops_at_eos: false decodes the whole budget, as the paper's naive teacher does (its 256 steps).
-    baseline_stops_at_eos: the same for teacher_threshold; true is the stronger baseline.
+    teacher_stops_at_eos: false lets teacher, teacher_truncated and teacher_threshold decode the whole budget, as the paper's
+        baselines do (its naive teacher: 256 steps). teacher_threshold_stop is teacher_threshold with the student's stop rule.
     """
 
     methods: list[str] = field(default_factory=lambda: list(METHODS))
@@ -131,7 +134,6 @@ class Evaluate:
     warmup_prompts: int = 3
     repeats: int = 1
     teacher_stops_at_eos: bool = False
-    baseline_stops_at_eos: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,9 @@ class Recipe:
         """The teacher's folder, or its Hub id when no such folder is there."""
         assert self.model is not None
         local = self.path(self.model)
-        return local if local.exists() or self.model.startswith((".", "/")) else self.model
+        if not local.exists() and self.model.startswith((".", "/")):
+            raise ValueError(f"model: nothing at {local}")
+        return local if local.exists() else self.model
 
     def section(self, *names: str) -> dict[str, Any]:
         """Some sections as plain values, for a stage's note of what it was asked to do."""
@@ -313,8 +317,8 @@ def check(recipe: Recipe) -> None:
     r, d, t, e = recipe, recipe.decode, recipe.train, recipe.evaluate
     if (r.model is None) == (r.scratch is None):
         raise ValueError("exactly one of model and scratch must be given")
-    if not r.name or "/" in r.name:
-        raise ValueError(f"name is {r.name!r}; it names a folder under runs/ and must hold no '/'")
+    if not r.name or "/" in r.name or r.name.strip(".") == "":
+        raise ValueError(f"name is {r.name!r}; it names a folder under runs/: no '/', and not only dots")
     if r.family is not None:
         one_of("family", r.family, FAMILIES)
     one_of("dtype", r.dtype, DTYPES)
@@ -330,17 +334,31 @@ def check(recipe: Recipe) -> None:
         )
     if (t.steps is None) == (t.epochs is None):
         raise ValueError("exactly one of train.steps and train.epochs must be given")
-    within("train.steps", t.steps or 1, 1)
+    within("train.steps", 1 if t.steps is None else t.steps, 1)
     within("train.epochs", 1 if t.epochs is None else t.epochs, 1e-6)
-    within("train.learning_rate", t.learning_rate, 1e-12)
-    within("train.warmup", t.warmup, 0)
+    within("train.learning_rate", t.learning_rate, 1e-12, 1e3)
+    for name in ("warmup", "weight_decay", "max_grad_norm"):
+        within(f"train.{name}", getattr(t, name), 0)
+    within("train.adam_beta2", t.adam_beta2, 0, 1)
+    one_of("train.scheduler", t.scheduler, SCHEDULERS)
+    if not 0 < t.noise_floor < t.noise_first_cap <= 1:
+        raise ValueError(
+            f"train.noise_floor is {t.noise_floor} and train.noise_first_cap {t.noise_first_cap}; 0 < noise_floor < noise_first_cap <= 1 "
+            "must hold"
+        )
+    within("train.noise_ramp", t.noise_ramp, 0, 1)
+    within("train.num_examples", 1 if t.num_examples is None else t.num_examples, 1)
+    within("evaluate.num_prompts", 1 if e.num_prompts is None else e.num_prompts, 1)
     for name in ("batch_size", "accumulation", "save_steps", "logging_steps"):
         within(f"train.{name}", getattr(t, name), 1)
     for name in ("distill_weight", "consistency_weight", "dlm_weight"):
         within(f"train.{name}", getattr(t, name), 0)
     if t.lora is not None:
         within("train.lora.rank", t.lora.rank, 1)
+        within("train.lora.alpha", t.lora.alpha, 1)
         within("train.lora.dropout", t.lora.dropout, 0, 1)
+        if not t.lora.targets:
+            raise ValueError("train.lora.targets is empty; name the linear layers that get an adapter, or set train.lora to null")
     if t.objective == "cdlm":
         if r.collect is None:
             raise ValueError("missing key collect: objective cdlm trains on trajectories")
@@ -354,9 +372,11 @@ def check(recipe: Recipe) -> None:
         if not r.collect.temperatures:
             raise ValueError("collect.temperatures is empty; give at least one, 0.0 is greedy")
         for temperature in r.collect.temperatures:
-            within("collect.temperatures", temperature, 0)
+            within("collect.temperatures", temperature, 0, 100)
         within("collect.screen.ngram", r.collect.screen.ngram, 1)
         within("collect.screen.repeats", r.collect.screen.repeats, 1)
+    if not e.methods or len(set(e.methods)) < len(e.methods):
+        raise ValueError(f"evaluate.methods is {e.methods}; name at least one of {', '.join(METHODS)}, each once")
     for method in e.methods:
         one_of("evaluate.methods", method, METHODS)
     for tau in e.thresholds:

@@ -204,8 +204,11 @@ def train(run: Run) -> None:
         dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed)
         lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
         head = None
+    if len(dataset) == 0:
+        raise ValueError(f"no trajectory is left to train on; {run.trajectories / 'manifest.json'} counts what was screened and why")
     peft_model = None
     if t.lora is not None:
+        torch.manual_seed(r.seed)  # adapters start the same whatever ran before in this process
         peft_model = training.add_lora(
             model, rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout
         )
@@ -227,19 +230,22 @@ def train(run: Run) -> None:
         seed=r.seed, data_seed=r.seed, save_steps=t.save_steps, save_total_limit=1, logging_steps=t.logging_steps,
         use_cpu=r.device == "cpu", dataloader_pin_memory=False, disable_tqdm=True, dataloader_drop_last=True,
     )
-    teacher_trainer = training.CDLMTrainer(
+    trainer = training.CDLMTrainer(
         model, args, dataset, training.Collator(model, r.decode.max_new_tokens), teacher_head=head, lengths=lengths,
         peft_model=peft_model, callbacks=[_progress(run, steps)],
     )
     from transformers.trainer_callback import PrinterCallback
 
-    teacher_trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(PrinterCallback)
+    for folder in checkpoints.glob("checkpoint-*"):
+        if not (folder / "trainer_state.json").is_file():  # written last: without it the run was killed while saving
+            shutil.rmtree(folder)
     last = get_last_checkpoint(str(checkpoints))
     if last is not None:
         run.say(f"train: goes on from {Path(last).name}")
-    teacher_trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=last)
+    _note_log(run, trainer.state.log_history)
     _save_student(run, model, tokenizer, peft_model, request)
-    _note_log(run, teacher_trainer.state.log_history)
     shutil.rmtree(checkpoints)
 
 
@@ -283,7 +289,7 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
         peft_model.save_pretrained(partial)
     else:
         model.hf.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        families.save_tokenizer(tokenizer, partial)
     _note(partial / "request.json", request)
     if run.student.exists():
         shutil.rmtree(run.student)
@@ -336,8 +342,8 @@ def evaluate(run: Run) -> None:
     def methods(name: str) -> list[Method]:
         if name == "teacher":
             return [Method(name, None, naive, teacher, teacher_weights)]
-        if name == "teacher_threshold":
-            stop = e.baseline_stops_at_eos
+        if name in ("teacher_threshold", "teacher_threshold_stop"):
+            stop = e.teacher_stops_at_eos or name == "teacher_threshold_stop"
             return [
                 Method(name, t, greedy(naive, confidence_threshold=t, stop_at_eos=stop), teacher, teacher_weights, timed=t == tau)
                 for t in thresholds
@@ -376,12 +382,12 @@ def evaluate(run: Run) -> None:
         measured, threshold=tau, truncated=truncated, batch_size=e.batch_size, extra={"recipe": r.name, "request": request}
     )
     _note(run.out / "evaluate.request.json", request)
-    report.write(found, run.out, r.name)
     with (run.out / "samples.jsonl").open("w") as stream:
         for m in measured:
             for example, row in zip(examples, m.rows, strict=True):
                 line = {"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}
                 stream.write(json.dumps(line) + "\n")
+    report.write(found, run.out, r.name)
 
 
 def _spread(examples: list[data.Example], count: int) -> list[data.Example]:

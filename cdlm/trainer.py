@@ -31,7 +31,7 @@ class CDLMConfig(TrainingArguments):
     is a mean over the budget where equation 6 is a sum. A weight of 0 skips that loss and the forward it needs.
     """
 
-    objective: str = field(default="cdlm", metadata={"help": "cdlm: three losses on trajectories; mdlm: LLaDA's SFT loss."})
+    objective: str = field(default="cdlm", metadata={"help": "cdlm: three losses on trajectories; mdlm: masked diffusion on answers."})
     block_length: int = field(default=32, metadata={"help": "Slots of a block."})
     distill_weight: float = field(default=1.0, metadata={"help": "Weight of equation 4."})
     consistency_weight: float = field(default=0.5, metadata={"help": "Weight of equation 5."})

@@ -55,6 +55,6 @@ def tokenizer():
 
 
 @pytest.fixture(autouse=True)
-def few_threads():
-    """The same numbers on every machine, and no fight for cores."""
-    torch.set_num_threads(2)
+def one_thread():
+    """The same numbers on every machine, and no fight for cores; models this small are only slowed down by a second thread."""
+    torch.set_num_threads(1)

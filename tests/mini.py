@@ -14,8 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-import torch
 import yaml
 from conftest import ROOT, TINY, random_model
 
@@ -132,7 +130,6 @@ def finished(tmp_path_factory, *, lora: bool = False) -> Finished:
     if lora not in _finished:
         from cdlm import cli
 
-        torch.set_num_threads(1)
         folder = tmp_path_factory.mktemp("mini-lora" if lora else "mini")
         recipe = write(folder, lora=lora)
         printed = io.StringIO()
@@ -152,12 +149,6 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Name and content of every file."""
     return {name: content for name, (_, content) in snapshot(folder).items()}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(few_threads):
-    """For test files that import it: models this small are only slowed down by a second thread."""
-    torch.set_num_threads(1)
 
 
 def run_python(code: str, *arguments: object, folder: Path, package: bool = True) -> subprocess.CompletedProcess:

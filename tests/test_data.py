@@ -63,6 +63,23 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, name, text,
         data.read_rows(tmp_path / name)
 
 
+def test_only_a_newline_ends_a_line(tmp_path):
+    """JSON may hold U+2028 and its kin inside a string; str.splitlines would take them for ends of lines."""
+    rows = [{"prompt": "a\u2028b\u2029c\x85d", "answer": "é"}, {"prompt": "e", "answer": "f"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes("\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode())
+    assert b"\xe2\x80\xa8" in file.read_bytes()
+    assert data.read_rows(file) == rows
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
+    assert data.read_rows(file) == rows
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes('{"prompt": "caf\u00e9", "answer": "b"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"rows\.jsonl is not UTF-8"):
+        data.read_rows(tmp_path / "rows.jsonl")
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no data file at .*nothing\.jsonl"):
         data.read_rows(tmp_path / "nothing.jsonl")
@@ -104,6 +121,8 @@ def test_limit_takes_the_first_rows(tmp_path, tokenizer):
     assert len(read(file, tokenizer, limit=3)) == 3
     with pytest.raises(ValueError, match=r"collect\.num_prompts asks for 4 rows; .*rows\.jsonl has 3"):
         read(file, tokenizer, limit=4, what="collect.num_prompts")
+    with pytest.raises(ValueError, match=r"evaluate\.num_prompts asks for 0 rows"):
+        read(file, tokenizer, limit=0, what="evaluate.num_prompts")
 
 
 def test_lengths_at_their_limit_are_accepted(tmp_path, tokenizer):
@@ -118,7 +137,7 @@ def test_lengths_at_their_limit_are_accepted(tmp_path, tokenizer):
     [
         ({}, {"max_prompt_tokens": 4}, r"row 2: the prompt has 5 tokens, allowed are 1 to 4 \(data\.max_prompt_tokens\)"),
         ({"prompt": ""}, {"chat_template": False}, r"row 2: the prompt has 0 tokens"),
-        ({}, {"max_new_tokens": 5}, r"row 2: the answer has 5 tokens and an end token, the budget is 5 \(decode\.max_new_tokens\)"),
+        ({}, {"max_new_tokens": 5}, r"row 2: answer and end token are 6 tokens, decode\.max_new_tokens is 5"),
         ({"prompt": "copy:é"}, {}, r"row 2 holds text the tokenizer does not know: 'copy:é'"),
         ({"answer": "É"}, {}, r"row 2 holds text the tokenizer does not know: .*'É'"),
         ({}, {"answer_key": "solution"}, r"no text under 'solution'; its columns are task, prompt, answer"),
@@ -173,7 +192,7 @@ def test_sample_seeds_are_distinct():
     assert data.sample_seed(1, 2) != data.sample_seed(2, 1)
 
 
-@pytest.mark.parametrize("name", ["train", "validation", "test"])
+@pytest.mark.parametrize("name", ["train", "validation", "test", "distill"])
 def test_the_small_world_reads(name, tokenizer):
     examples = read(TINY / f"{name}.jsonl", tokenizer, max_prompt_tokens=64, max_new_tokens=64, limit=40)
     assert len({e.group for e in examples}) > 1

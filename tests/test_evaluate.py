@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import random_model
-from mini import finished, one_thread  # noqa: F401
+from mini import finished
 
 from cdlm import ablate, recipe, stages
 from cdlm.data import Example
@@ -86,9 +86,9 @@ def test_time_all_interleaves_methods_prompt_by_prompt(monkeypatch, model, examp
 
     def fake_seconds(call, device):
         timing[0] = True
-        call()
+        returned = call()
         timing[0] = False
-        return float(len(asked))
+        return float(len(asked)), returned
 
     monkeypatch.setattr(run, "decode", fake_decode)
     monkeypatch.setattr(run, "seconds", fake_seconds)

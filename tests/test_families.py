@@ -26,6 +26,16 @@ def test_a_mask_token_that_is_also_pad_or_eos_is_refused(values):
         Facts(**{**BASE, **values})
 
 
+def test_facts_without_an_end_token_or_with_an_empty_block_are_refused():
+    with pytest.raises(ValueError, match=r"^eos_token_ids is empty; decoding needs at least one end-of-sequence token$"):
+        Facts(**{**BASE, "eos_token_ids": ()})
+    with pytest.raises(ValueError, match=r"^eos_token_ids is empty"):
+        native.facts({**native.config_keys(FACTS[0]), "pad_token_id": 0, "eos_token_id": []})
+    for length in (0, -4):
+        with pytest.raises(ValueError, match=f"^block_length is {length}; a block holds at least 1 token$"):
+            Facts(**BASE, block_length=length)
+
+
 def test_eos_may_be_pad():
     assert Facts(mask_token_id=1, eos_token_ids=(2,), pad_token_id=2).pad_token_id == 2
 
@@ -122,12 +132,26 @@ def test_read_config(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         families.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"config\.json holds \[1, 2\]; it must be an object with named values"):
+        families.read_config(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"has no config\.json; a model is a folder with"):
         families.read_config(tmp_path)
     for path in (tmp_path / "nothing", "nothing", "runs/no/model"):
         with pytest.raises(ValueError, match=f"no model at {path}: neither a folder here nor a Hub repository of the form user/name"):
             families.read_config(path)
+
+
+def test_save_tokenizer_reads_back_what_it_wrote(tmp_path, tokenizer):
+    """transformers picks a tokenizer class by the config.json beside it: qwen2's splits this text otherwise, llama's does not."""
+    for kind in ("llama", "qwen2"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+    families.save_tokenizer(tokenizer, tmp_path / "llama")
+    assert families.load_tokenizer(tmp_path / "llama", Facts(**BASE)).tokenize("copy:a1") == ["copy", ":", "a", "1"]
+    with pytest.raises(ValueError, match=r"model_type 'qwen2' transformers reads this tokenizer as .*; use a model_type that"):
+        families.save_tokenizer(tokenizer, tmp_path / "qwen2")
 
 
 def test_load_tokenizer_pads_on_the_left():
@@ -137,10 +161,15 @@ def test_load_tokenizer_pads_on_the_left():
 
 
 @pytest.mark.parametrize("values, name", [({"mask_token_id": 5}, "mask token is 1, the checkpoint's is 5"),
-                                          ({"pad_token_id": 2}, "pad token is 0, the checkpoint's is 2")])  # fmt: skip
+                                          ({"pad_token_id": 2}, "pad token is 0, the checkpoint's is 2"),
+                                          ({"eos_token_ids": (5, 6)}, r"eos token is 2, the checkpoint's are \[5, 6\]")])  # fmt: skip
 def test_load_tokenizer_refuses_the_tokenizer_of_another_model(values, name):
     with pytest.raises(ValueError, match=f"the tokenizer's {name}"):
         families.load_tokenizer(TINY / "tokenizer", Facts(**{**BASE, **values}))
+
+
+def test_the_tokenizers_end_token_may_be_one_of_several():
+    assert families.load_tokenizer(TINY / "tokenizer", Facts(**{**BASE, "eos_token_ids": (5, 2)})).eos_token_id == 2
 
 
 def config_file(folder, **values):

@@ -98,6 +98,16 @@ def test_positions_do_not_count_padding():
     assert masks.positions(valid).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
+@pytest.mark.parametrize("values, wanted", [
+    ({"origin": "end"}, "origin is 'end'; allowed: prompt_end, zero"),
+    ({"prompt_attention": "full"}, "prompt_attention is 'full'; allowed: bidirectional, block_causal, causal"),
+])
+def test_an_unknown_layout_is_refused_with_what_is_allowed(values, wanted):
+    _, position, prompt = layout([2], 2)
+    with pytest.raises(ValueError, match=f"^{wanted}$"):
+        masks.horizon(position, prompt, 2, **values)
+
+
 def test_a_row_with_nothing_to_see_sees_everything():
     horizon = torch.tensor([[-1, 0], [5, 5]])
     valid = torch.tensor([[True, True, True], [False, False, False]])

@@ -127,7 +127,7 @@ WRONG = {
     "prompt tokens": ({"data.max_prompt_tokens": 0}, "data.max_prompt_tokens is 0; it must be at least 1"),
     "no steps": ({"train.steps": 0}, "train.steps is 0; it must be at least 1"),
     "no epochs": ({"train.steps": ..., "train.epochs": 0.0}, "train.epochs is 0.0; it must be at least 1e-06"),
-    "learning rate 0": ({"train.learning_rate": 0}, "train.learning_rate is 0.0; it must be at least 1e-12"),
+    "learning rate 0": ({"train.learning_rate": 0}, "train.learning_rate is 0.0; it must be between 1e-12 and 1000.0"),
     "negative warmup": ({"train.warmup": -0.1}, "train.warmup is -0.1; it must be at least 0"),
     "batch size 0": ({"train.batch_size": 0}, "train.batch_size is 0; it must be at least 1"),
     "accumulation 0": ({"train.accumulation": 0}, "train.accumulation is 0; it must be at least 1"),
@@ -139,12 +139,25 @@ WRONG = {
         {"train.distill_weight": 0, "train.consistency_weight": 0, "train.dlm_weight": 0},
         "train.distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained",
     ),
+    "weight decay": ({"train.weight_decay": -0.1}, "train.weight_decay is -0.1; it must be at least 0"),
+    "adam beta2": ({"train.adam_beta2": 1.5}, "train.adam_beta2 is 1.5; it must be between 0 and 1"),
+    "noise floor 0": ({"train.noise_floor": 0}, "train.noise_floor is 0.0 and train.noise_first_cap 1.0; 0 < noise_floor < "),
+    "noise floor at the cap": (
+        {"train.noise_floor": 0.3, "train.noise_first_cap": 0.3}, "train.noise_floor is 0.3 and train.noise_first_cap 0.3; 0 < "
+    ),
+    "noise cap above 1": ({"train.noise_first_cap": 1.1}, "train.noise_floor is 0.02 and train.noise_first_cap 1.1; 0 < noise_floor < "),
+    "noise floor nan": ({"train.noise_floor": float("nan")}, "train.noise_floor is nan and train.noise_first_cap 1.0; 0 < "),
+    "noise ramp": ({"train.noise_ramp": 2}, "train.noise_ramp is 2.0; it must be between 0 and 1"),
+    "no examples": ({"train.num_examples": 0}, "train.num_examples is 0; it must be at least 1"),
+    "no questions": ({"evaluate.num_prompts": 0}, "evaluate.num_prompts is 0; it must be at least 1"),
+    "lora without targets": ({"train.lora": {"rank": 1, "alpha": 1, "targets": []}}, "train.lora.targets is empty; name the linear "),
+    "lora alpha": ({"train.lora": {"rank": 1, "alpha": 0, "targets": ["q"]}}, "train.lora.alpha is 0; it must be at least 1"),
     "lora rank": ({"train.lora": {"rank": 0, "alpha": 1, "targets": ["q"]}}, "train.lora.rank is 0; it must be at least 1"),
     "lora dropout": (
         {"train.lora": {"rank": 1, "alpha": 1, "targets": ["q"], "dropout": 2}}, "train.lora.dropout is 2.0; it must be between 0 and 1"
     ),
     "no temperatures": ({"collect.temperatures": []}, "collect.temperatures is empty; give at least one, 0.0 is greedy"),
-    "negative temperature": ({"collect.temperatures": [0.0, -0.5]}, "collect.temperatures is -0.5; it must be at least 0"),
+    "negative temperature": ({"collect.temperatures": [0.0, -0.5]}, "collect.temperatures is -0.5; it must be between 0 and 100"),
     "no prompts": ({"collect.num_prompts": 0}, "collect.num_prompts is 0; it must be at least 1"),
     "ngram 0": ({"collect.screen": {"ngram": 0}}, "collect.screen.ngram is 0; it must be at least 1"),
     "repeats 0": ({"collect.screen": {"repeats": 0}}, "collect.screen.repeats is 0; it must be at least 1"),
@@ -153,11 +166,21 @@ WRONG = {
     "evaluate repeats": ({"evaluate.repeats": 0}, "evaluate.repeats is 0; it must be at least 1"),
     "evaluate warmup": ({"evaluate.warmup_prompts": -1}, "evaluate.warmup_prompts is -1; it must be at least 0"),
     # names
-    "name with a slash": ({"name": "a/b"}, "name is 'a/b'; it names a folder under runs/ and must hold no '/'"),
+    "name with a slash": ({"name": "a/b"}, "name is 'a/b'; it names a folder under runs/: no '/', and not only dots"),
+    "name of one dot": ({"name": "."}, "name is '.'; it names a folder under runs/: no '/', and not only dots"),
+    "name of dots": ({"name": ".."}, "name is '..'; it names a folder under runs/: no '/', and not only dots"),
     "empty name": ({"name": ""}, "name is ''; it names a folder under runs/"),
     "family": ({"family": "natve"}, "family is 'natve'; allowed: native"),
     "dtype": ({"dtype": "float8"}, "dtype is 'float8'; allowed: float32, bfloat16, float16"),
     "objective": ({"train.objective": "cdml"}, "train.objective is 'cdml'; allowed: cdlm, mdlm"),
+    "scheduler": (
+        {"train.scheduler": "cosin"},
+        "train.scheduler is 'cosin'; allowed: constant, constant_with_warmup, linear, cosine, warmup_stable_decay",
+    ),
+    "no methods": ({"evaluate.methods": []}, "evaluate.methods is []; name at least one of teacher, teacher_truncated, "),
+    "a method twice": (
+        {"evaluate.methods": ["student", "teacher", "student"]}, "evaluate.methods is ['student', 'teacher', 'student']; name at least "
+    ),
     "method": ({"evaluate.methods": ["teacher", "pupil"]}, "evaluate.methods is 'pupil'; allowed: teacher, teacher_truncated"),
     # relations
     "model and scratch": ({"scratch": {"config": "c", "tokenizer": "t"}}, "exactly one of model and scratch must be given"),
@@ -191,7 +214,9 @@ def test_a_mistake_is_one_error_that_names_the_key_and_what_is_allowed(tmp_path,
 
 
 @pytest.mark.parametrize("changes", [{"train.distill_weight": 0}, {"train.warmup": 100}, {"collect.temperatures": [0.0]},
-                                     {"decode.block_length": 64}, {"train.steps": ..., "train.epochs": 0.5}])  # fmt: skip
+                                     {"decode.block_length": 64}, {"train.steps": ..., "train.epochs": 0.5},
+                                     {"train.noise_floor": 0.5, "train.noise_first_cap": 0.51}, {"train.num_examples": 1},
+                                     {"evaluate.num_prompts": 1}, {"evaluate.methods": ["student"]}])  # fmt: skip
 def test_values_at_their_limits_are_accepted(tmp_path, changes):
     assert load(tmp_path, changes).name == "test"
 
@@ -270,7 +295,8 @@ def test_paths_are_relative_to_the_recipe(tmp_path):
     assert found.model_path() == "teacher"  # no such folder beside the recipe: a Hub id
     (tmp_path / "teacher").mkdir()
     assert found.model_path() == tmp_path / "teacher"
-    assert load(tmp_path, {"model": "./gone"}).model_path() == tmp_path / "gone"
+    with pytest.raises(ValueError, match=r"^model: nothing at .*gone$"):
+        load(tmp_path, {"model": "./gone"}).model_path()
 
 
 def test_section_gives_plain_values(tmp_path):

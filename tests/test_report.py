@@ -100,8 +100,13 @@ def test_latency(seconds, median, p90):
 
 def test_seconds_runs_the_call_once():
     calls = []
-    assert clock.seconds(lambda: calls.append(1), torch.device("cpu")) >= 0
-    assert calls == [1]
+
+    def call():
+        calls.append(1)
+        return "answer"
+
+    spent, returned = clock.seconds(call, torch.device("cpu"))
+    assert calls == [1] and returned == "answer" and isinstance(spent, float)
 
 
 def test_summary_by_hand():

@@ -7,9 +7,8 @@ from itertools import product
 
 import pytest
 from conftest import TINY
-from mini import one_thread  # noqa: F401
 
-SPLITS = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test", "distill")
 
 
 @cache
@@ -105,7 +104,7 @@ def test_lengths(tokenizer):
     from cdlm.data import prompt_ids
 
     prompts, answers = set(), set()
-    for row in [*rows("validation"), *rows("test"), *rows("train")[:1000]]:
+    for row in [*rows("validation"), *rows("test"), *rows("distill"), *rows("train")[:1000]]:
         prompts.add(len(prompt_ids(tokenizer, row["prompt"], chat_template=True)))
         answers.add(len(tokenizer(row["answer"], add_special_tokens=False)["input_ids"]))
     assert len(prompts) > 1, "prompts of unequal length"
@@ -125,7 +124,7 @@ def test_the_tokenizer_reads_back_every_answer_and_knows_every_character(tokeniz
     from cdlm.data import prompt_ids
 
     special = {tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    for row in [*rows("validation"), *rows("test"), *rows("train")[:2000]]:
+    for row in [*rows("validation"), *rows("test"), *rows("distill"), *rows("train")[:2000]]:
         ids = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
         assert len(ids) == len(row["answer"]), "a character of an answer is a token"
         assert tokenizer.decode(ids) == row["answer"]

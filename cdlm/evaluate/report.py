@@ -14,6 +14,7 @@ TITLES = {
     "teacher": "teacher, 1 token a step",
     "teacher_truncated": "teacher, cut to few steps",
     "teacher_threshold": "teacher, confidence threshold",
+    "teacher_threshold_stop": "teacher, threshold, stops at the end",
     "teacher_block_causal": "teacher under the block-causal mask",
     "student": "student, cached",
     "student_uncached": "student, uncached",
@@ -59,6 +60,7 @@ def summarise(results: list[dict[str, Any]], threshold: float, truncated: float 
     The student is taken at the recipe's own threshold, the truncated teacher at the student's mean steps (`truncated`).
     matched_accuracy is the accuracy that both sweeps reach: the lower of the student's, at the recipe's threshold, and the best of
     teacher_threshold; threshold_steps and student_steps are the steps at which each sweep first reaches it, interpolated.
+    The keys that end in _same_stop say the same of teacher_threshold_stop, which stops as the student does.
     step_reduction and latency_speedup compare the naive teacher with the student at the recipe's threshold.
     """
     teacher, student = _pick(results, "teacher"), _pick(results, "student", threshold)
@@ -73,18 +75,19 @@ def summarise(results: list[dict[str, Any]], threshold: float, truncated: float 
         "student_steps_at_threshold": student and student["steps"],
         "tpf": student and student["tpf"],
     }
-    matched = threshold_steps = student_steps = None
-    sweep = _points(results, "teacher_threshold")
-    if student and sweep:
-        matched = min(student["accuracy"], max(accuracy for _, accuracy in sweep))
-        threshold_steps = steps_at(sweep, matched)
-        student_steps = steps_at(_points(results, "student"), matched)
-    out |= {
-        "matched_accuracy": matched,
-        "threshold_steps": threshold_steps,
-        "student_steps": student_steps,
-        "student_steps_over_threshold_steps": student_steps / threshold_steps if student_steps and threshold_steps else None,
-    }
+    for method, suffix in (("teacher_threshold", ""), ("teacher_threshold_stop", "_same_stop")):
+        matched = threshold_steps = student_steps = None
+        sweep = _points(results, method)
+        if student and sweep:
+            matched = min(student["accuracy"], max(accuracy for _, accuracy in sweep))
+            threshold_steps = steps_at(sweep, matched)
+            student_steps = steps_at(_points(results, "student"), matched)
+        out |= {
+            f"matched_accuracy{suffix}": matched,
+            f"threshold_steps{suffix}": threshold_steps,
+            f"student_steps{suffix}": student_steps,
+            f"student_steps_over_threshold_steps{suffix}": student_steps / threshold_steps if student_steps and threshold_steps else None,
+        }
     out["step_reduction"] = out["latency_speedup"] = None
     if teacher and student:
         out["step_reduction"] = teacher["steps"] / student["steps"]
@@ -151,11 +154,13 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"teacher {s['teacher_accuracy']:.1%} in {s['teacher_steps']:.1f} steps")
     if s["truncated_accuracy"] is not None:
         lines.append(f"the teacher cut to {s['truncated_steps']:.0f} steps: {s['truncated_accuracy']:.1%}")
-    if s["student_steps_over_threshold_steps"] is not None:
-        lines.append(
-            f"at {s['matched_accuracy']:.1%}: student {s['student_steps']:.2f} steps, training-free threshold decoding of the teacher "
-            f"{s['threshold_steps']:.2f} ({s['student_steps_over_threshold_steps']:.2f} of them)"
-        )
+    for suffix, words in (("", ""), ("_same_stop", ", with the student's stop rule")):
+        if s.get(f"student_steps_over_threshold_steps{suffix}") is not None:
+            lines.append(
+                f"at {s[f'matched_accuracy{suffix}']:.1%}: student {s[f'student_steps{suffix}']:.2f} steps, training-free threshold "
+                f"decoding of the teacher{words} {s[f'threshold_steps{suffix}']:.2f}: "
+                f"{s[f'student_steps_over_threshold_steps{suffix}']:.2f} of them"
+            )
     return lines
 
 
@@ -188,7 +193,7 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
 
     figure, axes = plt.subplots(figsize=(7.2, 4.4), dpi=140)
     styles = {
-        "teacher": ("o", "black"), "teacher_truncated": ("s", "tab:red"), "teacher_threshold": ("^", "tab:orange"),
+        "teacher": ("o", "black"), "teacher_truncated": ("s", "tab:red"), "teacher_threshold": ("^", "tab:orange"), "teacher_threshold_stop": ("v", "tab:olive"),
         "teacher_block_causal": ("D", "tab:purple"), "student": ("o", "tab:blue"), "student_uncached": ("x", "tab:cyan"),
     }
     for method, (marker, colour) in styles.items():

@@ -3,6 +3,7 @@
 teacher                naive decoding: full attention, one token a step, no cache
 teacher_truncated      the same, cut to a number of steps for the whole budget
 teacher_threshold      training-free parallel decoding: full attention, confidence threshold
+teacher_threshold_stop the same, stopping after the block with the end token as the student does
 teacher_block_causal   the teacher's weights under the student's mask and cache, one token a step, untrained
 student                block-causal, exact block cache, confidence threshold
 student_uncached       the student without its cache

@@ -28,14 +28,20 @@ def generate(
     config = model.config
     if config.block_origin != "prompt_end" or config.prompt_attention != "bidirectional" or config.logit_shift:
         raise ValueError("this file decodes models with blocks from the prompt's end, bidirectional prompts and aligned logits")
-    sampling = [k for k in ("do_sample", "num_beams", "temperature", "top_p", "top_k") if kwargs.get(k) not in (None, False, 1, 1.0)]
-    if sampling:
-        raise ValueError(f"decoding is greedy; not supported: {', '.join(sampling)}")
     defaults = generation_config or model.generation_config
-    budget = max_new_tokens or defaults.max_new_tokens or model.generation_config.max_new_tokens
-    block = block_length or config.block_length
+    neutral = {
+        "do_sample": (False,), "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1.0,), "max_length": (),
+        "temperature": (1.0,), "top_p": (1.0,), "top_k": (), "min_new_tokens": (0,), "stopping_criteria": (), "logits_processor": (),
+        "streamer": (), "assistant_model": (), "prefix_allowed_tokens_fn": (),
+    }
+    asked = [k for k, same in neutral.items() if kwargs.get(k) is not None and kwargs[k] not in same]
+    asked += [k for k in ("do_sample", "num_beams", "num_return_sequences") if getattr(defaults, k, None) not in (None, *neutral[k])]
+    if asked:
+        raise ValueError(f"decoding is greedy, block by block; not supported: {', '.join(asked)}")
+    budget = next((n for n in (max_new_tokens, defaults.max_new_tokens, model.generation_config.max_new_tokens) if n is not None), 0)
+    block = config.block_length if block_length is None else block_length
     threshold = config.confidence_threshold if confidence_threshold is None else confidence_threshold
-    if not budget or budget < 1 or block < 1 or not 0 <= threshold <= 1:
+    if budget < 1 or block < 1 or not 0 <= threshold <= 1:
         raise ValueError(f"max_new_tokens {budget} and block_length {block} must be 1 or more, confidence_threshold {threshold} in 0..1")
     prompt = input_ids if input_ids is not None else inputs
     valid = torch.ones_like(prompt, dtype=torch.bool) if attention_mask is None else attention_mask.bool()

@@ -16,7 +16,7 @@ from cdlm.families.base import DiffusionLM, Facts
 FAMILIES: dict[str, ModuleType] = {module.NAME: module for module in (native,)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-__all__ = ["DTYPES", "FAMILIES", "DiffusionLM", "Facts", "find", "load", "load_tokenizer", "read_config"]
+__all__ = ["DTYPES", "FAMILIES", "DiffusionLM", "Facts", "find", "load", "load_tokenizer", "read_config", "save_tokenizer"]
 
 
 def read_config(path_or_id: str | Path) -> dict[str, Any]:
@@ -36,6 +36,8 @@ def read_config(path_or_id: str | Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds {config!r}; it must be an object with named values")
     return config
 
 
@@ -75,6 +77,23 @@ def load(
     return DiffusionLM(hf.to(device), facts, module.NAME).eval()
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer beside a model and read it back as a user would: refused when the folder reads other tokens.
+
+    transformers chooses a tokenizer class by the model_type of the config.json beside it, whatever the tokenizer itself says;
+    for some model types that is one which splits text differently.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(folder)
+    again = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if again.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        raise ValueError(
+            f"beside a config.json of model_type {read_config(folder).get('model_type')!r} transformers reads this tokenizer as "
+            f"{type(again).__name__}, which splits text differently; use a model_type that leaves it as it is (llama does)"
+        )
+
+
 def load_tokenizer(path_or_id: str | Path, facts: Facts):
     """The tokenizer of a checkpoint, padding on the left, checked against the checkpoint's facts."""
     from transformers import AutoTokenizer
@@ -84,4 +103,9 @@ def load_tokenizer(path_or_id: str | Path, facts: Facts):
         found = getattr(tokenizer, f"{name}_token_id")
         if found is not None and found != stated:
             raise ValueError(f"the tokenizer's {name} token is {found}, the checkpoint's is {stated}: not the tokenizer of this model")
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in facts.eos_token_ids:
+        raise ValueError(
+            f"the tokenizer's eos token is {tokenizer.eos_token_id}, the checkpoint's are {list(facts.eos_token_ids)}: "
+            "not the tokenizer of this model"
+        )
     return tokenizer

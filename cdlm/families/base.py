@@ -16,8 +16,8 @@ from cdlm.cache import BlockCache
 
 CHOICES = {
     "noise": ("absorbing",),
-    "block_origin": ("prompt_end", "zero"),
-    "prompt_attention": ("bidirectional", "block_causal", "causal"),
+    "block_origin": masks.ORIGINS,
+    "prompt_attention": masks.PROMPT_ATTENTION,
 }
 
 
@@ -38,6 +38,10 @@ class Facts:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if not self.eos_token_ids:
+            raise ValueError("eos_token_ids is empty; decoding needs at least one end-of-sequence token")
+        if self.block_length is not None and self.block_length < 1:
+            raise ValueError(f"block_length is {self.block_length}; a block holds at least 1 token")
         if self.mask_token_id == self.pad_token_id or self.mask_token_id in self.eos_token_ids:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is also the pad or an end-of-sequence token "

@@ -1,4 +1,4 @@
-"""Writes the small world: train, validation and test questions as JSONL, and its tokenizer.
+"""Writes the small world: questions to train a teacher on, to distil, to validate and to test, as JSONL, and its tokenizer.
 
     python recipes/tiny/make_data.py            # rewrites the committed files, byte for byte
 
@@ -13,7 +13,7 @@ copy     the list again. Every slot can be filled at once.
 reverse  the list backwards. Easy from a neighbour, harder without one.
 sort     the list in ASCII order. Every slot depends on the whole list.
 
-The items of a list are distinct. No question stands twice, within a file or across the three.
+The items of a list are distinct. No question stands twice, within a file or across the four.
 """
 
 import json
@@ -27,8 +27,11 @@ DIGITS = "0123456789"
 ITEMS = DIGITS + "abcdefghijklmnopqrstuvwxyz"
 FRAMES = (25, 41)
 LENGTHS = {"chain": (16, 41), "copy": (16, 33), "reverse": (16, 33), "sort": (16, 33)}  # shortest and longest answer
-SHARES = {"chain": 3, "copy": 1, "reverse": 3, "sort": 3}  # of the training questions
-SIZES = {"train": 27_000, "validation": 400, "test": 400}  # validation and test hold the tasks in equal numbers
+SIZES = {"train": 27_000, "validation": 400, "test": 400, "distill": 1_400}
+SHARES = {  # of the questions of a file; the tasks that lose most under the block-causal mask are distilled most
+    "train": {"chain": 3, "copy": 1, "reverse": 3, "sort": 3},
+    "distill": {"chain": 1, "copy": 1, "reverse": 4, "sort": 6},
+}  # the others hold the tasks in equal numbers
 SPECIAL = {"pad_token": "<|pad|>", "mask_token": "<|mask|>", "eos_token": "<|eos|>"}
 ROLES = ("<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -70,12 +73,12 @@ def question(task: str, rng: random.Random) -> dict[str, str]:
 
 def splits() -> dict[str, list[dict[str, str]]]:
     rng, seen, out = random.Random(SEED + 1), set(), {}
-    tasks = list(SHARES)
+    tasks = list(LENGTHS)
     for split, size in SIZES.items():
         rows = []
         while len(rows) < size:
-            if split == "train":
-                task = rng.choices(tasks, weights=list(SHARES.values()))[0]
+            if split in SHARES:
+                task = rng.choices(tasks, weights=list(SHARES[split].values()))[0]
             else:
                 task = tasks[len(rows) % len(tasks)]
             row = question(task, rng)
