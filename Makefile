@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher ablation smoke test check clean
+.PHONY: setup distill teacher ablation results smoke test check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
@@ -20,6 +20,10 @@ teacher: $(VENV)/.run
 # The paper's loss ablation on a recipe.
 ablation: $(VENV)/.run
 	$(BIN)/cdlm ablate $(RECIPE) $(ARGS)
+
+# Puts the numbers of runs/tiny into eval/results/tiny and README.md.
+results: $(VENV)/.run
+	$(BIN)/python eval/readme.py runs/tiny
 
 # Every stage on a corner of the small world.
 smoke: $(VENV)/.run

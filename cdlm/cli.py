@@ -80,6 +80,7 @@ def _stages(args: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     wanted = [s for s in stages.STAGES if s != "collect" or recipe.collect is not None] if args.command == "distill" else [args.command]
     _require(run, wanted[0])
+    run.check_inputs()
     began = time.monotonic()
     for stage in wanted:
         if stages.is_done(run, stage):
@@ -99,6 +100,8 @@ def _check_device(name: str) -> None:
     import torch
 
     try:
+        if torch.device(name).type == "meta":
+            raise RuntimeError
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError):
         raise ValueError(f"device is {name!r}; this machine has no such device, cpu is always there") from None

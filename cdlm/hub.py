@@ -18,7 +18,10 @@ GENERATE_FILE = Path(__file__).parent / "exported" / "generate.py"
 
 
 def merge_lora(peft_model: Any, probe_ids_BL: torch.Tensor, tolerance: float = 1e-4) -> Any:
-    """The base model with the adapter merged into its weights; refused when a probe's logits change by more than `tolerance`."""
+    """The base model with the adapter merged into its weights; refused when a probe's logits change by more than `tolerance`
+    (times 1,000 for models in 16 bits, whose own rounding is coarser)."""
+    if next(peft_model.parameters()).dtype in (torch.bfloat16, torch.float16):
+        tolerance *= 1000
     valid = torch.ones_like(probe_ids_BL)
     peft_model.eval()
     with torch.no_grad():
@@ -60,21 +63,22 @@ def save(
 
 def card(
     name: str, *, report: dict[str, Any] | None, base_model: str | None, license: str, tags: list[str], datasets: list[str],
-    decode: dict[str, Any], table: str, lines: list[str],
+    decode: dict[str, Any], table: str, lines: list[str], has_decoder: bool = True,
 ) -> str:
     """The model card, made from report.json: front matter with model-index, what was measured, and code that runs."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results = []
     for row in (report or {}).get("results", []):
-        if row["method"] == "student" and row["parameter"] == decode["confidence_threshold"]:
+        own = ("student", decode["confidence_threshold"]) if has_decoder else ("teacher", None)
+        if (row["method"], row["parameter"]) == own:
             for kind, value in (("accuracy", row["accuracy"]), ("tokens_per_forward", row["tpf"]), ("steps", row["steps"])):
                 results.append(EvalResult(
                     task_type="text-generation", dataset_type=row["task"], dataset_name=row["task"], metric_type=kind, metric_value=value,
                 ))
     front = ModelCardData(
         license=license, base_model=base_model, base_model_relation="finetune" if base_model else None, library_name="transformers",
-        pipeline_tag="text-generation", tags=["cdlm", "diffusion", "block-diffusion", "custom_generate", *tags],
+        pipeline_tag="text-generation", tags=["cdlm", "diffusion", *(["block-diffusion", "custom_generate"] if has_decoder else []), *tags],
         datasets=datasets or None, model_name=name, eval_results=results or None,
     )
     usage = """```python
@@ -89,24 +93,31 @@ out = model.generate(**inputs, custom_generate=folder, trust_remote_code=True)
 print(tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```"""
     measured = "\n".join(f"- {line}" for line in lines) + "\n\n" + table if lines else "Not measured yet."
+    if has_decoder:
+        what = f"""A block diffusion language model: answers are filled block by block, {decode['block_length']} slots each, many slots a
+step, with an exact block key-value cache. Trained with consistency distillation (CDLM, arXiv 2511.19269) by `cdlm`."""
+        use = f"""`custom_generate/generate.py` in this folder is the decoder, one file of torch and transformers.
+`trust_remote_code=True` runs it, and nothing else.
+
+{usage}
+
+Arguments besides transformers' own: `max_new_tokens` ({decode['max_new_tokens']}), `block_length` ({decode['block_length']}),
+`confidence_threshold` ({decode['confidence_threshold']}). Decoding is greedy."""
+    else:
+        what = "A masked diffusion language model with full attention, trained by `cdlm` with the loss of arXiv 2502.09992."
+        budget = decode["max_new_tokens"]
+        use = f"`cdlm generate FOLDER --prompt TEXT --max-new-tokens {budget} --tokens-per-step 1`, or as the teacher of a recipe."
     return f"""---
 {front.to_yaml()}
 ---
 
 # {name}
 
-A block diffusion language model: answers are filled block by block, {decode['block_length']} slots each, many slots a step, with an
-exact block key-value cache. Trained with consistency distillation (CDLM, arXiv 2511.19269) by `cdlm`.
+{what}
 
 ## Use
 
-`custom_generate/generate.py` in this folder is the decoder, one file of torch and transformers. `trust_remote_code=True` runs it, and
-nothing else.
-
-{usage}
-
-Arguments besides transformers' own: `max_new_tokens` ({decode['max_new_tokens']}), `block_length` ({decode['block_length']}),
-`confidence_threshold` ({decode['confidence_threshold']}). Decoding is greedy.
+{use}
 
 ## Measured
 

@@ -12,16 +12,15 @@ from cdlm.stages import STAGES, Run, is_done
 from cdlm.trajectories import hidden_bytes
 
 
-def parameters(config_path: Path | str) -> tuple[int, Any]:
-    """Parameters of a model, counted on the meta device, and its config."""
+def skeleton(config_path: Path | str) -> Any:
+    """A model without weights, on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not Path(config_path).is_file():
         families.read_config(config_path)
     config = AutoConfig.from_pretrained(config_path, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters()), config
+        return AutoModelForCausalLM.from_config(config)
 
 
 def machine_flops(width: int) -> float:
@@ -40,7 +39,8 @@ def text(run: Run) -> str:
     token, 6 with a backward) at half of what a matrix product of that width reaches on this machine."""
     r: Recipe = run.recipe
     source = r.path(r.scratch.config) if r.scratch else r.model_path()
-    count, config = parameters(source)
+    model = skeleton(source)
+    count, config = sum(p.numel() for p in model.parameters()), model.config
     tokenizer = _tokenizer(r)
     budget, block = r.decode.max_new_tokens, r.decode.block_length
     prompts = run.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
@@ -87,9 +87,11 @@ def text(run: Run) -> str:
     e = r.evaluate
     thresholds = sorted({*e.thresholds, r.decode.confidence_threshold})
     share = {"teacher": budget if not e.teacher_stops_at_eos else _decoded(tests, block), "teacher_block_causal": _decoded(tests, block)}
-    passes = sum(share.get(m, 8.0 * (len(e.thresholds) if m in ("teacher_threshold", "teacher_threshold_stop", "student") else 1)) for m in e.methods)
+    swept = ("teacher_threshold", "teacher_threshold_stop", "student")
+    passes = sum(share.get(m, 8.0 * (len(thresholds) if m in swept else 1)) for m in e.methods)
     stage(
-        "evaluate", f"{len(tests)} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in thresholds)}",
+        "evaluate", f"{len(tests)} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in thresholds)}; "
+        f"about {(len(tests) + e.latency_prompts) * passes:.0f} forwards of a row",
         (len(tests) + e.latency_prompts) * passes * length * per_token,
     )
     stage("export", f"{run.exported}, {count * families.DTYPES[r.dtype].itemsize / 2**20:.1f} MiB", 0.0)

@@ -89,6 +89,7 @@ class Train:
     """How the student (objective cdlm) or a teacher (objective mdlm) is trained. lora: null trains all parameters.
 
     batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs.
+    The weights default to the paper's 1.0, 0.5 and 0.01; the last one times decode.max_new_tokens, see PAPERS.md (null).
     """
 
     learning_rate: float
@@ -105,7 +106,7 @@ class Train:
     max_grad_norm: float = 1.0
     distill_weight: float = 1.0
     consistency_weight: float = 0.5
-    dlm_weight: float = 0.0
+    dlm_weight: float | None = None
     noise_floor: float = 0.02
     noise_first_cap: float = 1.0
     noise_ramp: float = 0.0
@@ -119,8 +120,8 @@ class Train:
 class Evaluate:
     """What is measured. thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them.
 
-    num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: the first so
-    many of them, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.
+    num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: so many of
+    them, from the groups in turn, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.
     teacher_stops_at_eos: false lets teacher, teacher_truncated and teacher_threshold decode the whole budget, as the paper's
         baselines do (its naive teacher: 256 steps). teacher_threshold_stop is teacher_threshold with the student's stop rule.
     """
@@ -297,6 +298,9 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
     for assignment in overrides or []:
         _override(values, assignment)
     recipe = dataclasses.replace(_build(Recipe, values, ""), folder=path.parent)
+    if recipe.train.dlm_weight is None:
+        train = dataclasses.replace(recipe.train, dlm_weight=0.01 * recipe.decode.max_new_tokens)
+        recipe = dataclasses.replace(recipe, train=train)
     check(recipe)
     return recipe
 

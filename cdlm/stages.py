@@ -72,6 +72,26 @@ class Run:
             limit=limit, what=f"data.{which}",
         )
 
+    def check_inputs(self) -> None:
+        """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work."""
+        from cdlm.plan import skeleton
+
+        r = self.recipe
+        model = skeleton(r.path(r.scratch.config) if r.scratch else r.model_path())
+        if r.scratch is None:
+            facts = families.find(config := families.read_config(r.model_path()), r.family).facts(config)
+            tokenizer = self.tokenizer(facts)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)
+        self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
+        self.examples(tokenizer, "test", r.evaluate.num_prompts)
+        if r.train.lora is not None:
+            from cdlm.trainer import match_targets
+
+            match_targets(model, r.train.lora.targets)
+
     def decode_config(self) -> DecodeConfig:
         """The student's own decoding."""
         d = self.recipe.decode
@@ -82,7 +102,8 @@ class Run:
     def weights_hash(self) -> str:
         r = self.recipe
         if r.scratch is not None:
-            return "scratch:" + r.path(r.scratch.config).read_text()
+            config, tokenizer = r.path(r.scratch.config), r.path(r.scratch.tokenizer)
+            return f"scratch {_file_hash(config)} {trajectories.folder_hash(tokenizer)}"
         return trajectories.folder_hash(r.model_path())
 
 
@@ -104,6 +125,7 @@ def request_of(run: Run, stage: str) -> dict[str, Any]:
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": _file_hash(r.path(r.data.test))}
+    measured["device"] = r.device
     return measured if stage == "evaluate" else {**measured, **r.section("export")}
 
 
@@ -115,6 +137,8 @@ def is_done(run: Run, stage: str) -> bool:
     }[stage]
     if not last.is_file():
         return False
+    if stage == "train" and (run.out / "checkpoints").is_dir():
+        shutil.rmtree(run.out / "checkpoints")  # killed between putting the student in place and this
     note = {
         "collect": run.trajectories / "collection.json", "train": run.student / "request.json",
         "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json",
@@ -158,10 +182,11 @@ def collect(run: Run) -> None:
     examples = run.examples(tokenizer, "prompts", c.num_prompts)
     count = len(examples) * len(c.temperatures)
     size = trajectories.hidden_bytes(count, r.decode.max_new_tokens, model.hf.config.hidden_size)
+    there = sum(file.stat().st_size for file in run.trajectories.glob("shard-*.safetensors"))
     run.say(f"collect: {count} trajectories, {size / 2**20:.1f} MiB of hidden rows, into {run.trajectories}")
     free = shutil.disk_usage(run.out).free
-    if size > free:
-        raise ValueError(f"collect needs {size / 2**30:.1f} GiB for hidden rows; {run.out} has {free / 2**30:.1f} GiB free")
+    if size - there > free:
+        raise ValueError(f"collect needs {(size - there) / 2**30:.1f} GiB for hidden rows; {run.out} has {free / 2**30:.1f} GiB free")
     manifest = trajectories.collect(
         model, examples, run.trajectories,
         config=DecodeConfig(
@@ -303,7 +328,7 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         return DiffusionLM(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
-    student = families.load(run.student, dtype=run.recipe.dtype, device=run.recipe.device)
+    student = families.load(run.student, family=base.family, dtype=run.recipe.dtype, device=run.recipe.device)
     return DiffusionLM(student.hf, base.facts, base.family).eval(), None
 
 
@@ -321,7 +346,7 @@ def evaluate(run: Run) -> None:
         teacher = run.load_teacher()
         student, peft_model = load_student(run, teacher)
     else:
-        teacher = student = families.load(run.student, dtype=r.dtype, device=r.device)
+        teacher = student = families.load(run.student, family=r.family, dtype=r.dtype, device=r.device)
         peft_model = None
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)
@@ -345,19 +370,19 @@ def evaluate(run: Run) -> None:
         if name in ("teacher_threshold", "teacher_threshold_stop"):
             stop = e.teacher_stops_at_eos or name == "teacher_threshold_stop"
             return [
-                Method(name, t, greedy(naive, confidence_threshold=t, stop_at_eos=stop), teacher, teacher_weights, timed=t == tau)
+                Method(name, t, greedy(naive, confidence_threshold=t, stop_at_eos=stop), teacher, teacher_weights)
                 for t in thresholds
             ]
         if name == "teacher_block_causal":
-            return [Method(name, None, greedy(own, tokens_per_step=1), teacher, teacher_weights, timed=False)]
+            return [Method(name, None, greedy(own, tokens_per_step=1), teacher, teacher_weights)]
         if name == "student":
             return [
-                Method(name, t, greedy(own, confidence_threshold=t), student, contextlib.nullcontext, timed=t == tau) for t in thresholds
+                Method(name, t, greedy(own, confidence_threshold=t), student, contextlib.nullcontext) for t in thresholds
             ]
         if name == "student_uncached":
             return [Method(name, tau, greedy(own, use_cache=False), student, contextlib.nullcontext)]
         return [
-            Method(name, s, greedy(naive, steps=int(s)), teacher, teacher_weights, timed=s == truncated) for s in sorted(cut_steps)
+            Method(name, s, greedy(naive, steps=int(s)), teacher, teacher_weights) for s in sorted(cut_steps)
         ]
 
     measured: list[Measured] = []
@@ -379,7 +404,8 @@ def evaluate(run: Run) -> None:
 
     request = json.loads(json.dumps(request_of(run, "evaluate")))
     found = report.build(
-        measured, threshold=tau, truncated=truncated, batch_size=e.batch_size, extra={"recipe": r.name, "request": request}
+        measured, threshold=tau, truncated=truncated, batch_size=e.batch_size,
+        extra={"recipe": r.name, "dtype": r.dtype, "request": request}, device=r.device,
     )
     _note(run.out / "evaluate.request.json", request)
     with (run.out / "samples.jsonl").open("w") as stream:
@@ -423,13 +449,14 @@ def export(run: Run) -> None:
         facts = families.Facts(**{**asdict(base.facts), "block_length": r.decode.block_length})
         threshold: float | None = r.decode.confidence_threshold
     else:
-        student = families.load(run.student, dtype=r.dtype)
+        student = families.load(run.student, family=r.family, dtype=r.dtype)
         tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None
     found = json.loads((run.out / "report.json").read_text())
     rows = [row for row in found["results"] if row["task"] == "all"]
     card = hub.card(
         r.name, report=found, base_model=r.export.base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
-        decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)), lines=report.summary_lines(found["summary"]),
+        decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
+        lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None,
     )
     _note(run.out / "export.request.json", json.loads(json.dumps(request_of(run, "export"))))
     hub.save(

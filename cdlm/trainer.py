@@ -5,7 +5,9 @@ algorithm 2); "mdlm" trains a bidirectional masked diffusion LM on prompts and a
 The losses themselves stand in `losses.py`.
 
 Every random draw of a row comes from a seed made of (seed, epoch, row), so it depends on neither batch nor device nor on
-where a run was resumed. Shapes: B rows, P prompt tokens, N slots, L = P + N, D width, V vocabulary.
+where a run was resumed (the budget of an mdlm batch is its first row's draw).
+
+Shapes: B rows, P prompt tokens, N slots, L = P + N, D width, V vocabulary.
 """
 
 import contextlib
@@ -103,6 +105,8 @@ class _Drawing(Dataset):
 class TrajectoryStates(_Drawing):
     """Trajectories as pairs of states: y at a random step, y* when y's block is full. (Algorithm 2, lines 2-4.)
 
+    t_start is uniform over the steps the teacher took: 0..N-1, with N the decoded slots where it stopped early.
+
     A row: prompt_ids; y, y_star [N]; hidden [N, D] of the teacher; answer [N], the reference filled up with end tokens;
     level and uniform [N], the noise that equation 6 puts on the answer.
     """
@@ -157,7 +161,8 @@ class Collator:
     """Rows to tensors: prompts padded on the left, everything else stacked.
 
     Rows with answer_ids get a common budget: the longest answer of the batch with its end token, plus a random part of what
-    is left to max_new_tokens (the mean of the rows' draws, cubed, so that most batches are short and some are full).
+    is left to max_new_tokens (the first row's draw, cubed, so that most batches are short and some are full). So for the mdlm
+    objective the budget, and with it the loss, depends on which rows share a batch; the noise of a row does not.
     """
 
     def __init__(self, model: DiffusionLM, max_new_tokens: int):
@@ -234,6 +239,11 @@ class CDLMTrainer(Trainer):
     ):
         if args.objective == "cdlm" and args.distill_weight > 0 and teacher_head is None:
             raise ValueError("objective cdlm with distill_weight > 0 needs teacher_head, the teacher's lm_head")
+        if args.n_gpu > 1 or args.world_size > 1 or args.bf16 or args.fp16:
+            raise ValueError(
+                f"this trainer runs on one device, in the model's own dtype; asked for {max(args.n_gpu, args.world_size)} devices, "
+                f"bf16 {args.bf16}, fp16 {args.fp16}"
+            )
         wrapped = model.hf if peft_model is None else peft_model  # what checkpoints save; forwards go through `model`
         super().__init__(model=wrapped, args=args, train_dataset=train_dataset, data_collator=data_collator, **kwargs)
         self.diffusion, self.teacher_head, self.lengths = model, teacher_head, lengths
@@ -317,7 +327,7 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
                 teacher_BNV = trainer.teacher_head(batch["hidden"].to(logits_BNV.dtype))
             out["distill"] = losses.distillation(logits_BNV, teacher_BNV, open_BN & ~open_later_BN)
         if args.consistency_weight:
-            with torch.no_grad(), eval_mode(model):
+            with torch.no_grad(), eval_mode(model.hf):
                 later_BNV = model.sequence_logits(*_whole(batch, batch["y_star"]), block)[:, prompt:]
             out["consistency"] = losses.consistency(logits_BNV, later_BNV, open_BN & open_later_BN)
     if args.dlm_weight:
@@ -339,6 +349,14 @@ def eval_mode(model: nn.Module):
 OBJECTIVES = {"cdlm": cdlm_losses, "mdlm": mdlm_losses}
 
 
+def match_targets(hf: nn.Module, targets: list[str]) -> None:
+    """Every LoRA target names a linear layer of the model, or a ValueError lists those there are."""
+    linear = {name.rsplit(".", 1)[-1] for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
+    missing = [target for target in targets if target not in linear]
+    if missing or not targets:
+        raise ValueError(f"train.lora.targets names {missing or 'nothing'}; this model's linear layers: {', '.join(sorted(linear))}")
+
+
 def add_lora(model: DiffusionLM, *, rank: int, alpha: int, targets: list[str], dropout: float = 0.0) -> nn.Module:
     """Put LoRA layers into the model (in place) and return the PeftModel; every target must match a module.
 
@@ -346,9 +364,6 @@ def add_lora(model: DiffusionLM, *, rank: int, alpha: int, targets: list[str], d
     """
     from peft import LoraConfig, get_peft_model
 
-    linear = {name.rsplit(".", 1)[-1] for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)}
-    missing = [target for target in targets if target not in linear]
-    if missing or not targets:
-        raise ValueError(f"train.lora.targets names {missing or 'nothing'}; this model's linear layers: {', '.join(sorted(linear))}")
+    match_targets(model.hf, targets)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
     return get_peft_model(model.hf, config)

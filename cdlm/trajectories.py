@@ -132,17 +132,29 @@ class Recorder:
 
 
 def folder_hash(folder: str | Path) -> str:
-    """sha256 over the names and contents of a model folder's config and weights; the id itself for a Hub repository."""
+    """sha256 over the names and contents of a model folder's config, weights and tokenizer; the id itself for a Hub repository."""
     folder = Path(folder)
     if not folder.is_dir():
         return str(folder)
     digest = hashlib.sha256()
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for file in sorted([*(folder / name for name in names if (folder / name).is_file()), *folder.glob("*.safetensors")]):
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             while chunk := stream.read(1 << 22):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """What ran."""
+    import platform
+
+    import transformers
+
+    from cdlm import __version__
+
+    return {"cdlm": __version__, "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -283,7 +295,8 @@ def _manifest(folder: Path, names: list[str], request: dict[str, Any], screen: S
         "screened": dict(sorted(reasons.items())),
         "kept": total - sum(reasons.values()) if screen.drop else total,
         "bytes": sum((folder / f"{n}{s}").stat().st_size for n in names for s in (".parquet", ".safetensors")),
-        "versions": {"torch": torch.__version__},
+        "request_hash": hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest(),
+        "versions": versions(),
     }
 
 

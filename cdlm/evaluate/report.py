@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cdlm.evaluate.run import Measured, result
+from cdlm.trajectories import versions
 
 COLUMNS = ("method", "parameter", "accuracy", "steps", "commit", "forwards", "tokens", "TPF", "median s", "p90 s", "TPS", "n")
 TITLES = {
@@ -70,7 +71,7 @@ def summarise(results: list[dict[str, Any]], threshold: float, truncated: float 
         "teacher_accuracy": teacher and teacher["accuracy"],
         "student_accuracy": student and student["accuracy"],
         "truncated_accuracy": cut and cut["accuracy"],
-        "truncated_steps": cut and cut["steps"],
+        "truncated_steps": truncated,
         "teacher_steps": teacher and teacher["steps"],
         "student_steps_at_threshold": student and student["steps"],
         "tpf": student and student["tpf"],
@@ -96,26 +97,21 @@ def summarise(results: list[dict[str, Any]], threshold: float, truncated: float 
     return out
 
 
-def environment() -> dict[str, Any]:
-    """Where the numbers come from."""
-    import transformers
-
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {
-        "device": device, "threads": torch.get_num_threads(), "python": platform.python_version(),
-        "torch": torch.__version__, "transformers": transformers.__version__,
-    }
+def environment(device: str) -> dict[str, Any]:
+    """Where the numbers come from: the device that was used, and versions."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{platform.processor() or platform.machine()} cpu"
+    return {"device": name, "threads": torch.get_num_threads(), **versions()}
 
 
 def build(
-    measured: list[Measured], *, threshold: float, truncated: float | None, batch_size: int, extra: dict[str, Any]
+    measured: list[Measured], *, threshold: float, truncated: float | None, batch_size: int, extra: dict[str, Any], device: str = "cpu"
 ) -> dict[str, Any]:
     """report.json as a dictionary: summary, results for each task and method and for all tasks, environment, extra."""
     tasks = sorted({row.group for m in measured for row in m.rows})
     results = [result(m, None, batch_size) for m in measured]
     if len(tasks) > 1 or tasks != ["all"]:
         results += [result(m, task, batch_size) for task in tasks for m in measured]
-    return {"summary": summarise(results, threshold, truncated), "results": results, "environment": environment(), **extra}
+    return {"summary": summarise(results, threshold, truncated), "results": results, "environment": environment(device), **extra}
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -193,8 +189,13 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
 
     figure, axes = plt.subplots(figsize=(7.2, 4.4), dpi=140)
     styles = {
-        "teacher": ("o", "black"), "teacher_truncated": ("s", "tab:red"), "teacher_threshold": ("^", "tab:orange"), "teacher_threshold_stop": ("v", "tab:olive"),
-        "teacher_block_causal": ("D", "tab:purple"), "student": ("o", "tab:blue"), "student_uncached": ("x", "tab:cyan"),
+        "teacher": ("o", "black"),
+        "teacher_truncated": ("s", "tab:red"),
+        "teacher_threshold": ("^", "tab:orange"),
+        "teacher_threshold_stop": ("v", "tab:olive"),
+        "teacher_block_causal": ("D", "tab:purple"),
+        "student": ("o", "tab:blue"),
+        "student_uncached": ("x", "tab:cyan"),
     }
     for method, (marker, colour) in styles.items():
         points = sorted(_points(results, method))

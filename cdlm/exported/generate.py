@@ -75,6 +75,8 @@ def generate(
 
             logits[..., mask_id] = -torch.inf
             confidence, token = logits.softmax(-1).max(-1)
+            if not bool(confidence.isfinite().all()):
+                raise FloatingPointError(f"a logit is not finite in the block that starts at slot {first}")
             best = confidence.masked_fill(~is_open, -1).argmax(1, keepdim=True)
             reveal = ((confidence > threshold) | torch.zeros_like(is_open).scatter(1, best, True)) & is_open
             slots = torch.where(reveal, token, slots)
