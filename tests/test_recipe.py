@@ -58,7 +58,7 @@ def test_defaults(tmp_path):
     found = load(tmp_path)
     assert found.decode.confidence_threshold == 0.9
     assert found.collect.temperatures == [0.0, 0.5] and found.collect.screen == recipe.Screening()
-    assert (found.train.distill_weight, found.train.consistency_weight, found.train.dlm_weight) == (1.0, 0.5, 0.0)
+    assert (found.train.distill_weight, found.train.consistency_weight, found.train.dlm_weight) == (1.0, 0.5, 0.64)  # 0.01 x 64
     assert found.evaluate.methods == list(recipe.METHODS)
     assert found.train.lora is None and found.family is None and found.device == "cpu" and found.seed == 0
 

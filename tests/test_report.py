@@ -25,6 +25,7 @@ def row(method, parameter=None, *, accuracy, steps, latency=None, task="all", **
 
 def results():
     """A teacher of 0.9 in 64 steps, its sweep (4, 0.5) (8, 0.8) (16, 0.9), a student's sweep (2, 0.4) (4, 0.8) (8, 0.85).
+    With the student's stop rule the teacher's sweep is (3, 0.5) (5, 0.8) (10, 0.9).
 
     The lines of the task "sort" would change every claim if they were looked at.
     """
@@ -38,6 +39,9 @@ def results():
         row("teacher_threshold", 0.5, accuracy=0.5, steps=4.0),
         row("teacher_threshold", 0.9, accuracy=0.8, steps=8.0),
         row("teacher_threshold", 0.99, accuracy=0.9, steps=16.0),
+        row("teacher_threshold_stop", 0.5, accuracy=0.5, steps=3.0),
+        row("teacher_threshold_stop", 0.9, accuracy=0.8, steps=5.0),
+        row("teacher_threshold_stop", 0.99, accuracy=0.9, steps=10.0),
         row("student", 0.5, accuracy=0.4, steps=2.0),
         row("student", 0.9, accuracy=0.8, steps=4.0, latency={"median": 0.1, "p90": 0.2}, tpf=4.5),
         row("student", 0.99, accuracy=0.85, steps=8.0),
@@ -111,6 +115,7 @@ def test_seconds_runs_the_call_once():
 
 def test_summary_by_hand():
     """matched: min(student 0.8, best of the sweep 0.9) = 0.8. The sweep reaches it at (8, 0.8), the student at (4, 0.8): 4 / 8.
+    With the student's stop rule the sweep reaches it at (5, 0.8): 4 / 5.
 
     Reduction 64 / 4 = 16; speedup 1.2 / 0.1 = 12. Lines of single tasks are not looked at.
     """
@@ -118,7 +123,8 @@ def test_summary_by_hand():
         "confidence_threshold": 0.9, "teacher_accuracy": 0.9, "student_accuracy": 0.8, "truncated_accuracy": 0.3,
         "truncated_steps": 4.0, "teacher_steps": 64.0, "student_steps_at_threshold": 4.0, "tpf": 4.5, "matched_accuracy": 0.8,
         "threshold_steps": 8.0, "student_steps": 4.0, "student_steps_over_threshold_steps": 0.5, "step_reduction": 16.0,
-        "latency_speedup": pytest.approx(12.0),
+        "latency_speedup": pytest.approx(12.0), "matched_accuracy_same_stop": 0.8, "threshold_steps_same_stop": 5.0,
+        "student_steps_same_stop": 4.0, "student_steps_over_threshold_steps_same_stop": 0.8,
     }  # fmt: skip
 
 
@@ -138,11 +144,14 @@ def test_a_student_above_the_sweep_is_compared_at_the_best_of_the_sweep():
     assert (found["matched_accuracy"], found["threshold_steps"], found["student_steps"]) == (0.8, 8.0, 4.0)
 
 
+MATCHED = ["matched_accuracy", "threshold_steps", "student_steps", "student_steps_over_threshold_steps"]
 CLAIMS = {
     "teacher": ["teacher_accuracy", "teacher_steps", "step_reduction", "latency_speedup"],
-    "teacher_truncated": ["truncated_accuracy", "truncated_steps"],
-    "teacher_threshold": ["matched_accuracy", "threshold_steps", "student_steps", "student_steps_over_threshold_steps"],
+    "teacher_truncated": ["truncated_accuracy"],
+    "teacher_threshold": MATCHED,
+    "teacher_threshold_stop": [f"{key}_same_stop" for key in MATCHED],
     "student": [
+        *(f"{key}_same_stop" for key in MATCHED),
         "student_accuracy", "student_steps_at_threshold", "tpf", "matched_accuracy", "threshold_steps", "student_steps",
         "student_steps_over_threshold_steps", "step_reduction", "latency_speedup",
     ],
@@ -178,7 +187,9 @@ def test_summary_lines():
     assert report.summary_lines(report.summarise(results(), 0.9, 4.0)) == [
         "student 80.0% in 4.0 steps, teacher 90.0% in 64.0: 16.0x fewer steps, 12.0x lower latency",
         "the teacher cut to 4 steps: 30.0%",
-        "at 80.0%: student 4.00 steps, training-free threshold decoding of the teacher 8.00 (0.50 of them)",
+        "at 80.0%: student 4.00 steps, training-free threshold decoding of the teacher 8.00: 0.50 of them",
+        "at 80.0%: student 4.00 steps, training-free threshold decoding of the teacher, with the student's stop rule 5.00: "
+        "0.80 of them",
     ]
     alone = [r for r in results() if r["method"] == "teacher"]
     assert report.summary_lines(report.summarise(alone, 0.9, None)) == ["teacher 90.0% in 64.0 steps"]

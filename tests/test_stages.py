@@ -398,7 +398,8 @@ def test_the_teachers_rows_are_those_of_the_plain_teacher_and_the_students_are_n
     plain = {
         "teacher": DecodeConfig(**full_attention, tokens_per_step=1, stop_at_eos=False),
         "teacher_truncated(4)": DecodeConfig(**full_attention, steps=4, stop_at_eos=False),
-        "teacher_threshold(0.9)": DecodeConfig(**full_attention, confidence_threshold=0.9),
+        "teacher_threshold(0.9)": DecodeConfig(**full_attention, confidence_threshold=0.9, stop_at_eos=False),
+        "teacher_threshold_stop(0.9)": DecodeConfig(**full_attention, confidence_threshold=0.9),
         "teacher_block_causal": DecodeConfig(**whole, tokens_per_step=1),
         "student(0.9)": DecodeConfig(**whole, confidence_threshold=0.9),
     }

@@ -262,3 +262,17 @@ def test_distillation_needs_a_teacher_head(folder, tmp_path):
     dataset = TrajectoryStates(Trajectories(folder), model, BLOCK, seed=0)
     with pytest.raises(ValueError, match="needs teacher_head"):
         CDLMTrainer(model, CDLMConfig(output_dir=str(tmp_path), use_cpu=True), dataset, Collator(model, BUDGET))
+
+
+def test_the_target_of_equation_5_leaves_the_student_in_training_mode(folder, tmp_path):
+    from cdlm.trainer import cdlm_losses
+
+    t = trainer(folder, tmp_path)
+    t.diffusion.hf.train()
+    cdlm_losses(t, t.data_collator([t.train_dataset[0]]))
+    assert t.diffusion.hf.training
+
+
+def test_more_than_one_device_or_mixed_precision_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="runs on one device"):
+        trainer(folder, tmp_path, bf16=True)
