@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -48,11 +49,13 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, or 2 after one line that says what was wrong with the input."""
     args = _parser().parse_args(arguments)
+    from safetensors import SafetensorError
+
     try:
         if args.command == "generate":
             return _generate(args)
         return _stages(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError, SafetensorError) as error:
         if os.environ.get("CDLM_TRACEBACK"):
             raise
         print(f"cdlm: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -82,6 +85,10 @@ def _stages(args: argparse.Namespace) -> int:
     _require(run, wanted[0])
     run.check_inputs()
     began = time.monotonic()
+    for stage in wanted:  # a stage that holds the result of other values stops the run before any work
+        stages.is_done(run, stage)
+    if stages.is_done(run, "train") and (out / "checkpoints").is_dir():
+        shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
     for stage in wanted:
         if stages.is_done(run, stage):
             run.say(f"{stage}: done already")
@@ -167,6 +174,12 @@ def _generate(args: argparse.Namespace) -> int:
     threshold = args.confidence_threshold
     if threshold is None and args.tokens_per_step is None:
         threshold = config.get("confidence_threshold", 0.9)
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"seed is {args.seed}; it must be between 0 and 2**63 - 1")
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError("--prompt is not valid UTF-8") from None
     decoding = DecodeConfig(
         max_new_tokens=budget,
         block_length=next(n for n in (args.block_length, model.facts.block_length, min(32, max(budget, 1))) if n is not None),
@@ -174,6 +187,9 @@ def _generate(args: argparse.Namespace) -> int:
         temperature=args.temperature,
     )
     ids = data.prompt_ids(tokenizer, args.prompt, chat_template=tokenizer.chat_template is not None and not args.raw)
+    room = getattr(model.hf.config, "max_position_embeddings", None)
+    if room is not None and len(ids) + budget > room:
+        raise ValueError(f"the prompt's {len(ids)} tokens and a budget of {budget} are {len(ids) + budget} positions; the model has {room}")
     prompt = torch.tensor([ids], device=model.device)
     seeds = [args.seed] if args.temperature > 0 else None
     if args.trace:

@@ -94,6 +94,8 @@ def read_examples(
         if len(answer) + 1 > max_new_tokens:
             raise ValueError(f"{where}: answer and end token are {len(answer) + 1} tokens, decode.max_new_tokens is {max_new_tokens}")
         group = row[group_key] if group_key else "all"
+        if group_key and group == "all":
+            raise ValueError(f"{where} has 'all' under {group_key!r}; that name stands for all groups together in a report")
         examples.append(Example(index, group, row[prompt_key], row[answer_key], prompt, answer))
     return examples
 

@@ -58,8 +58,8 @@ class DecodeConfig:
                 "exactly one of confidence_threshold, tokens_per_step and steps decides what a step reveals; "
                 f"given: {', '.join(given) or 'none'}"
             )
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above, and finite")
         if self.use_cache and not self.block_causal:
             raise ValueError("use_cache needs block_causal: under full attention a cached key changes with every token revealed")
         self.rule(0)

@@ -278,7 +278,7 @@ def _mapping(loader: _Strict, node: yaml.MappingNode) -> dict[str, Any]:
     for key in keys:
         if keys.count(key) > 1:
             raise ValueError(f"key {key} stands twice (line {node.start_mark.line + 1} and below)")
-    return loader.construct_mapping(node, deep=True)
+    return {str(key): value for key, value in loader.construct_mapping(node, deep=True).items()}
 
 
 _Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
@@ -310,7 +310,7 @@ def check(recipe: Recipe) -> None:
     from cdlm.families import DTYPES, FAMILIES
 
     def within(name: str, value: float, low: float, high: float = float("inf")) -> None:
-        if not low <= value <= high:
+        if not low <= value <= high or value == float("inf"):
             limit = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
             raise ValueError(f"{name} is {value}; it must be {limit}")
 
@@ -344,6 +344,11 @@ def check(recipe: Recipe) -> None:
     for name in ("warmup", "weight_decay", "max_grad_norm"):
         within(f"train.{name}", getattr(t, name), 0)
     within("train.adam_beta2", t.adam_beta2, 0, 1)
+    if t.adam_beta2 == 1:
+        raise ValueError("train.adam_beta2 is 1; it must be below 1")
+    within("seed", r.seed, 0, 2**32 - 1)
+    if t.scheduler == "warmup_stable_decay" and "num_decay_steps" not in (t.scheduler_kwargs or {}):
+        raise ValueError("train.scheduler warmup_stable_decay needs train.scheduler_kwargs.num_decay_steps")
     one_of("train.scheduler", t.scheduler, SCHEDULERS)
     if not 0 < t.noise_floor < t.noise_first_cap <= 1:
         raise ValueError(
@@ -383,6 +388,8 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"evaluate.methods is {e.methods}; name at least one of {', '.join(METHODS)}, each once")
     for method in e.methods:
         one_of("evaluate.methods", method, METHODS)
+    if e.methods == ["teacher_truncated"] and not e.truncated_steps:
+        raise ValueError("evaluate.truncated_steps is empty, and without the method student there is no number of steps to cut to")
     for tau in e.thresholds:
         within("evaluate.thresholds", tau, 0, 1)
     for steps in e.truncated_steps:

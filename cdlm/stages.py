@@ -85,6 +85,13 @@ class Run:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)
+        longest = r.data.max_prompt_tokens + r.decode.max_new_tokens
+        room = getattr(model.config, "max_position_embeddings", None)
+        if room is not None and longest > room:
+            raise ValueError(
+                f"data.max_prompt_tokens {r.data.max_prompt_tokens} and decode.max_new_tokens {r.decode.max_new_tokens} are {longest} "
+                f"positions; the model has {room}"
+            )
         self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
         self.examples(tokenizer, "test", r.evaluate.num_prompts)
         if r.train.lora is not None:
@@ -117,11 +124,13 @@ def request_of(run: Run, stage: str) -> dict[str, Any]:
     """The values that decide what a stage writes."""
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
+    data_keys = {k: v for k, v in r.section("data")["data"].items() if k != "test"}
     decode = {k: v for k, v in r.section("decode")["decode"].items() if k != "confidence_threshold"}
-    made = {**base, **r.section("data", "collect"), "decode": decode, "prompts": _file_hash(r.path(r.data.prompts))}
+    made = {**base, "data": data_keys, **r.section("collect"), "decode": decode, "prompts": _file_hash(r.path(r.data.prompts))}
     if stage == "collect":
         return made
-    trained = {**made, **r.section("train", "scratch")}
+    training = {k: v for k, v in r.section("train")["train"].items() if k not in ("save_steps", "logging_steps")}
+    trained = {**made, "train": training, **r.section("scratch")}
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": _file_hash(r.path(r.data.test))}
@@ -137,13 +146,11 @@ def is_done(run: Run, stage: str) -> bool:
     }[stage]
     if not last.is_file():
         return False
-    if stage == "train" and (run.out / "checkpoints").is_dir():
-        shutil.rmtree(run.out / "checkpoints")  # killed between putting the student in place and this
     note = {
         "collect": run.trajectories / "collection.json", "train": run.student / "request.json",
         "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json",
     }[stage]
-    _compare(note, request_of(run, stage), last.parent if stage != "evaluate" else run.out)
+    _compare(note, request_of(run, stage), last if stage == "evaluate" else last.parent)
     return True
 
 
@@ -229,8 +236,11 @@ def train(run: Run) -> None:
         dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed)
         lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
         head = None
-    if len(dataset) == 0:
-        raise ValueError(f"no trajectory is left to train on; {run.trajectories / 'manifest.json'} counts what was screened and why")
+    if len(dataset) < t.batch_size:
+        raise ValueError(
+            f"train.batch_size is {t.batch_size}; there are {len(dataset)} rows to train on"
+            + (f", {run.trajectories / 'manifest.json'} counts what was screened and why" if t.objective == "cdlm" else "")
+        )
     peft_model = None
     if t.lora is not None:
         torch.manual_seed(r.seed)  # adapters start the same whatever ran before in this process
@@ -246,7 +256,7 @@ def train(run: Run) -> None:
     )
     args = training.CDLMConfig(
         output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
-        distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight,
+        distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight or 0.0,
         noise_floor=t.noise_floor, noise_first_cap=t.noise_first_cap, noise_ramp=t.noise_ramp,
         learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
         warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
@@ -268,8 +278,14 @@ def train(run: Run) -> None:
     last = get_last_checkpoint(str(checkpoints))
     if last is not None:
         run.say(f"train: goes on from {Path(last).name}")
-    trainer.train(resume_from_checkpoint=last)
-    _note_log(run, trainer.state.log_history)
+    if last is not None and Path(last).name == f"checkpoint-{steps}":
+        # All steps are done, only the student was not yet put in place; the Trainer's loop would take one step more.
+        trainer._load_from_checkpoint(last)
+        history = json.loads((Path(last) / "trainer_state.json").read_text())["log_history"]
+    else:
+        trainer.train(resume_from_checkpoint=last)
+        history = trainer.state.log_history
+    _note_log(run, history)
     _save_student(run, model, tokenizer, peft_model, request)
     shutil.rmtree(checkpoints)
 
@@ -316,8 +332,11 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
         model.hf.save_pretrained(partial)
         families.save_tokenizer(tokenizer, partial)
     _note(partial / "request.json", request)
-    if run.student.exists():
-        shutil.rmtree(run.student)
+    for stale in (run.student, run.exported):
+        if stale.exists():
+            shutil.rmtree(stale)
+    for name in ("report.json", "report.md", "pareto.png", "samples.jsonl"):  # they speak of another student
+        (run.out / name).unlink(missing_ok=True)
     partial.replace(run.student)
 
 

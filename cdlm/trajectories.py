@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -204,7 +204,7 @@ def collect(
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
     names = [f"shard-{i:05d}" for i in range(len(shards))]
-    todo = [i for i, name in enumerate(names) if not (folder / f"{name}.parquet").is_file()]
+    todo = [i for i, name in enumerate(names) if not all((folder / f"{name}{s}").is_file() for s in (".parquet", ".safetensors"))]
     if len(todo) < len(shards):
         say(f"collect: {len(shards) - len(todo)} of {len(shards)} shards are there already")
     began = time.monotonic()
@@ -331,7 +331,10 @@ class Trajectories:
     def hidden(self, index: int) -> Tensor:
         shard, place = self._places[index]
         if shard not in self._open:
-            self._open[shard] = safe_open(self._files[shard], framework="pt").get_slice("hidden")
+            try:
+                self._open[shard] = safe_open(self._files[shard], framework="pt").get_slice("hidden")
+            except SafetensorError as error:
+                raise ValueError(f"{self._files[shard]} can't be read ({error}); remove it and collect again") from None
         return self._open[shard][place]
 
     def __getitem__(self, index: int) -> Trajectory:

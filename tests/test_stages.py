@@ -452,3 +452,52 @@ def test_latency_prompts_are_taken_from_the_groups_in_turn():
     rows = [data.Example(i, group, "", "", [3], [4]) for i, group in enumerate("aaaabbc")]
     assert [e.index for e in stages._spread(rows, 5)] == [0, 4, 6, 1, 5]
     assert [e.index for e in stages._spread(rows, 99)] == [0, 4, 6, 1, 5, 2, 3]
+
+
+def test_a_student_killed_before_it_was_placed_is_not_trained_one_step_more(full, tmp_path, monkeypatch):
+    """Five steps are no multiple of the two of an epoch; the last checkpoint holds all of them."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for out in (whole, broken):
+        shutil.copytree(full.out / "trajectories", out / "trajectories")
+    values = ("train.steps=5", "train.save_steps=5", "train.batch_size=5", "train.accumulation=1")
+    stages.train(run_of(full, whole, *values))
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "_save_student", die)
+        with pytest.raises(Killed):
+            stages.train(run_of(full, broken, *values))
+    assert (broken / "checkpoints" / "checkpoint-5").is_dir()
+    stages.train(run_of(full, broken, *values))
+    assert (whole / "student" / "model.safetensors").read_bytes() == (broken / "student" / "model.safetensors").read_bytes()
+
+
+def test_a_batch_larger_than_what_there_is_to_train_on_is_refused(full, tmp_path):
+    shutil.copytree(full.out / "trajectories", tmp_path / "trajectories")
+    with pytest.raises(ValueError, match=r"train\.batch_size is 64; there are \d+ rows"):
+        stages.train(run_of(full, tmp_path, "train.batch_size=64"))
+    assert not (tmp_path / "student").exists()
+
+
+def test_a_conflict_in_a_later_stage_is_found_before_any_work(full, tmp_path, capsys):
+    shutil.copytree(full.out, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "student")
+    before = snapshot(tmp_path / "run")
+    changed = ["distill", str(full.recipe), "--out", str(tmp_path / "run"), "--set", "evaluate.repeats=2"]
+    assert cli.main(changed) == 2
+    assert "evaluate.repeats" in capsys.readouterr().err
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_a_shard_that_lost_its_hidden_rows_is_made_again(full, tmp_path):
+    shutil.copytree(full.out / "trajectories", tmp_path / "trajectories")
+    before = contents(tmp_path / "trajectories")
+    (tmp_path / "trajectories" / "manifest.json").unlink()
+    (tmp_path / "trajectories" / "shard-00000.safetensors").unlink()
+    stages.collect(run_of(full, tmp_path))
+    assert contents(tmp_path / "trajectories") == before
+
+
+def test_trajectories_do_not_depend_on_the_test_questions(full, tmp_path):
+    run = run_of(full, full.out, f"data.test={full.recipe.parent / 'train.jsonl'}")
+    assert stages.is_done(run, "collect") and stages.is_done(run, "train")
+    with pytest.raises(ValueError, match="test: "):
+        stages.is_done(run, "evaluate")

@@ -35,7 +35,8 @@ def generate(
         "streamer": (), "assistant_model": (), "prefix_allowed_tokens_fn": (),
     }
     asked = [k for k, same in neutral.items() if kwargs.get(k) is not None and kwargs[k] not in same]
-    asked += [k for k in ("do_sample", "num_beams", "num_return_sequences") if getattr(defaults, k, None) not in (None, *neutral[k])]
+    asked += [k for k in ("eos_token_id", "return_dict_in_generate") if kwargs.get(k)]
+    asked += [k for k, same in neutral.items() if same and getattr(defaults, k, None) not in (None, *same)]
     if asked:
         raise ValueError(f"decoding is greedy, block by block; not supported: {', '.join(asked)}")
     budget = next((n for n in (max_new_tokens, defaults.max_new_tokens, model.generation_config.max_new_tokens) if n is not None), 0)
@@ -44,6 +45,8 @@ def generate(
     if budget < 1 or block < 1 or not 0 <= threshold <= 1:
         raise ValueError(f"max_new_tokens {budget} and block_length {block} must be 1 or more, confidence_threshold {threshold} in 0..1")
     prompt = input_ids if input_ids is not None else inputs
+    if prompt.shape[1] == 0:
+        raise ValueError("the prompt is empty; it must hold at least one token")
     valid = torch.ones_like(prompt, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     rows, mask_id, pad_id = prompt.shape[0], config.mask_token_id, config.pad_token_id
     eos = torch.tensor(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id], device=prompt.device)

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cdlm.families import native
 from cdlm.families.base import DiffusionLM, Facts
@@ -73,7 +74,10 @@ def load(
     config = read_config(path_or_id)
     module = find(config, family)
     facts = module.facts(config)
-    hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    try:
+        hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    except SafetensorError as error:
+        raise ValueError(f"the weights at {path_or_id} can't be read: {error}") from None
     return DiffusionLM(hf.to(device), facts, module.NAME).eval()
 
 
