@@ -195,7 +195,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.trace:
         from cdlm.trace import Trace
 
-        with Trace(tokenizer, decoding, model.facts.mask_token_id) as trace:
+        with Trace(tokenizer, decoding, model.facts.mask_token_id, eos_token_ids=model.facts.eos_token_ids) as trace:
             out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), decoding, callback=trace, seeds=seeds)
     else:
         out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), decoding, seeds=seeds)

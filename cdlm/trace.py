@@ -10,9 +10,12 @@ from cdlm.decode import DecodeConfig, Step
 
 
 class Trace:
-    """A decoding callback for one row. Each line: step, block, and the whole budget so far; open slots are dots."""
+    """A decoding callback for one row. Each line: step, block, and the whole budget so far; open slots are dots, end tokens ∎."""
 
-    def __init__(self, tokenizer: Any, config: DecodeConfig, mask_token_id: int, console: Console | None = None):
+    def __init__(
+        self, tokenizer: Any, config: DecodeConfig, mask_token_id: int, console: Console | None = None, eos_token_ids: tuple[int, ...] = ()
+    ):
+        self.eos = eos_token_ids
         self.tokenizer, self.config, self.mask = tokenizer, config, mask_token_id
         self.console = console or Console(stderr=True, highlight=False)
         self.slots: list[int] = [mask_token_id] * config.max_new_tokens
@@ -33,5 +36,6 @@ class Trace:
         line = Text(f"{self.count:4d} {step.block:5d}  ")
         for slot, token in enumerate(self.slots[:end]):
             fresh = slot >= step.first_slot and revealed[slot - step.first_slot]
-            line.append("·" if token == self.mask else self.tokenizer.decode([token]), style="bold black on green" if fresh else "")
+            shown = "·" if token == self.mask else "∎" if token in self.eos else self.tokenizer.decode([token])
+            line.append(shown, style="bold black on green" if fresh else "")
         self.console.print(line)
