@@ -87,7 +87,7 @@ def _stages(args: argparse.Namespace) -> int:
     began = time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
         stages.is_done(run, stage)
-    if stages.is_done(run, "train") and (out / "checkpoints").is_dir():
+    if "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
         shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
     for stage in wanted:
         if stages.is_done(run, stage):

@@ -121,7 +121,11 @@ def _file_hash(path: Path) -> str:
 
 
 def request_of(run: Run, stage: str) -> dict[str, Any]:
-    """The values that decide what a stage writes."""
+    """The values that decide what a stage writes, as JSON has them."""
+    return json.loads(json.dumps(_request(run, stage)))
+
+
+def _request(run: Run, stage: str) -> dict[str, Any]:
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
     data_keys = {k: v for k, v in r.section("data")["data"].items() if k != "test"}
@@ -150,30 +154,8 @@ def is_done(run: Run, stage: str) -> bool:
         "collect": run.trajectories / "collection.json", "train": run.student / "request.json",
         "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json",
     }[stage]
-    _compare(note, request_of(run, stage), last if stage == "evaluate" else last.parent)
+    trajectories.compare(note, request_of(run, stage), last if stage == "evaluate" else last.parent)
     return True
-
-
-def _compare(note: Path, request: dict[str, Any], where: Path) -> None:
-    request = json.loads(json.dumps(request))
-    before = json.loads(note.read_text()) if note.is_file() else {}
-    changed = sorted(key for key in {*before, *request} if before.get(key) != request.get(key))
-    if changed:
-        what = "; ".join(_difference(key, before.get(key), request.get(key)) for key in changed)
-        raise ValueError(f"{where} holds the result of other values ({what}). Take another --out, or remove it to make it again.")
-
-
-def _difference(key: str, before: Any, now: Any) -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        parts = [k for k in {**before, **now} if before.get(k) != now.get(k)]
-        return ", ".join(f"{key}.{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in parts)
-    return f"{key}: {before!r} there, {now!r} now"
-
-
-def _note(path: Path, request: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(request, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)
 
 
 # ---- collect ---------------------------------------------------------------------------------------------------------
@@ -196,12 +178,9 @@ def collect(run: Run) -> None:
         raise ValueError(f"collect needs {(size - there) / 2**30:.1f} GiB for hidden rows; {run.out} has {free / 2**30:.1f} GiB free")
     manifest = trajectories.collect(
         model, examples, run.trajectories,
-        config=DecodeConfig(
-            max_new_tokens=r.decode.max_new_tokens, block_length=r.decode.block_length, tokens_per_step=1,
-            block_causal=False, use_cache=False, stop_at_eos=c.stop_at_eos,
-        ),
-        temperatures=c.temperatures, batch_size=c.batch_size, shard_size=c.shard_size, seed=r.seed,
-        screen=trajectories.Screen(**asdict(c.screen)), request=json.loads(json.dumps(request_of(run, "collect"))), say=run.say,
+        config=greedy(run.decode_config(), stop_at_eos=c.stop_at_eos),
+        temperatures=c.temperatures, batch_size=c.batch_size, shard_size=c.shard_size,
+        seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,
     )
     run.say(f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
 
@@ -218,13 +197,9 @@ def train(run: Run) -> None:
     r, t = run.recipe, run.recipe.train
     model = run.load_teacher()
     tokenizer = run.tokenizer(model.facts)
-    request = json.loads(json.dumps(request_of(run, "train")))
+    request = request_of(run, "train")
     checkpoints = run.out / "checkpoints"
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    if (checkpoints / "request.json").is_file():
-        _compare(checkpoints / "request.json", request, checkpoints)
-    else:
-        _note(checkpoints / "request.json", request)
+    trajectories.claim(checkpoints, checkpoints / "request.json", request)
 
     lengths = None
     dataset: training.TrajectoryStates | training.AnswerNoise
@@ -331,7 +306,7 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
     else:
         model.hf.save_pretrained(partial)
         families.save_tokenizer(tokenizer, partial)
-    _note(partial / "request.json", request)
+    trajectories.write_json(partial / "request.json", request)
     for stale in (run.student, run.exported):
         if stale.exists():
             shutil.rmtree(stale)
@@ -421,12 +396,12 @@ def evaluate(run: Run) -> None:
     run.say(f"evaluate: latency at batch 1 on {len(timed)} prompts, methods interleaved")
     time_all(measured, timed, e.warmup_prompts, e.repeats)
 
-    request = json.loads(json.dumps(request_of(run, "evaluate")))
+    request = request_of(run, "evaluate")
     found = report.build(
         measured, threshold=tau, truncated=truncated, batch_size=e.batch_size,
         extra={"recipe": r.name, "dtype": r.dtype, "request": request}, device=r.device,
     )
-    _note(run.out / "evaluate.request.json", request)
+    trajectories.write_json(run.out / "evaluate.request.json", request)
     with (run.out / "samples.jsonl").open("w") as stream:
         for m in measured:
             for example, row in zip(examples, m.rows, strict=True):
@@ -477,7 +452,7 @@ def export(run: Run) -> None:
         decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
         lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None,
     )
-    _note(run.out / "export.request.json", json.loads(json.dumps(request_of(run, "export"))))
+    trajectories.write_json(run.out / "export.request.json", request_of(run, "export"))
     hub.save(
         student, tokenizer, run.exported, facts=facts, max_new_tokens=r.decode.max_new_tokens, confidence_threshold=threshold, card=card
     )

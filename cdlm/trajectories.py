@@ -157,24 +157,36 @@ def versions() -> dict[str, str]:
     return {"cdlm": __version__, "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write beside the place, then rename into it: a reader sees the old file or the new one, whole."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
     partial.replace(path)
 
 
-def claim(folder: Path, request: dict[str, Any]) -> None:
-    """Mark a folder as belonging to this request, or refuse one that holds another's trajectories."""
+def compare(note: Path, request: dict[str, Any], where: Path) -> None:
+    """Refuse `where` if the note beside it asks for other values than `request`; the error names each that differs."""
+    before = json.loads(note.read_text()) if note.is_file() else {}
+    changed = sorted(key for key in {*before, *request} if before.get(key) != request.get(key))
+    if changed:
+        what = "; ".join(_difference(key, before.get(key), request.get(key)) for key in changed)
+        raise ValueError(f"{where} holds the result of other values ({what}). Take another --out, or remove it to make it again.")
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        parts = [k for k in {**before, **now} if before.get(k) != now.get(k)]
+        return ", ".join(f"{key}.{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in parts)
+    return f"{key}: {before!r} there, {now!r} now"
+
+
+def claim(folder: Path, note: Path, request: dict[str, Any]) -> None:
+    """Mark a folder as belonging to this request, or refuse one that belongs to another."""
     folder.mkdir(parents=True, exist_ok=True)
-    note = folder / "collection.json"
     if note.is_file():
-        before = json.loads(note.read_text())
-        changed = sorted(k for k in {*before, *request} if before.get(k) != request.get(k))
-        if changed:
-            what = "; ".join(f"{k}: {before.get(k)!r} there, {request.get(k)!r} now" for k in changed)
-            raise ValueError(f"{folder} holds trajectories of another request ({what}); take another --out, or remove that folder")
+        compare(note, request, folder)
     else:
-        _write_json(note, request)
+        write_json(note, request)
 
 
 def collect(
@@ -200,7 +212,7 @@ def collect(
         max_new_tokens=config.max_new_tokens, block_length=config.block_length, tokens_per_step=1,
         block_causal=False, use_cache=False, stop_at_eos=config.stop_at_eos,
     )
-    claim(folder, request)
+    claim(folder, folder / "collection.json", request)
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
     names = [f"shard-{i:05d}" for i in range(len(shards))]
@@ -223,7 +235,7 @@ def collect(
         left = spent / count * (sum(len(shards[j]) for j in todo) - count)
         say(f"collect: shard {i + 1} of {len(shards)}, {count / spent:.1f} trajectories/s, about {left:.0f} s left")
     manifest = _manifest(folder, names, request, screen)
-    _write_json(folder / "manifest.json", manifest)
+    write_json(folder / "manifest.json", manifest)
     return manifest
 
 

@@ -1,7 +1,6 @@
 """Exactness on the small world: 200 test questions, the committed weights under the block-causal mask, fp32."""
 
 import pytest
-import torch
 from conftest import ROOT, TINY
 
 from cdlm import data, families
@@ -64,4 +63,3 @@ def test_the_teacher_solves_its_tasks_one_token_a_step(world):
         out = decode(model, ids, valid, config)
         right += sum(out.answer(i, (2,)) == row.answer_ids for i, row in enumerate(rows))
     assert right >= 31
-    assert torch.get_default_dtype() == torch.float32
