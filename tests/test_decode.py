@@ -86,6 +86,19 @@ def test_shifted_logits_cached_equals_uncached():
     assert torch.equal(decode(model, ids, valid, asked).ids_BN, decode(model, ids, valid, greedy(asked, use_cache=False)).ids_BN)
 
 
+def test_selected_rows_of_a_cache_go_on_as_they_would_alone():
+    """Keys, positions, and the boundary row that predicts the first slot of a shifted model."""
+    model = random_model(facts={"logit_shift": True})
+    ids, valid = random_prompts([5, 9, 2])
+    block = torch.full((3, 4), 1)
+    with torch.no_grad():
+        whole = model.denoise(block, model.prefill(ids, valid, 8, 4), 4)
+        cache = model.prefill(ids, valid, 8, 4)
+        cache.select(torch.tensor([2, 0]))
+        assert torch.allclose(model.denoise(block[:2], cache, 4), whole[[2, 0]], atol=1e-5)
+    assert not torch.allclose(whole[0], whole[2], atol=1e-2)
+
+
 @settings(max_examples=25, deadline=None)
 @given(budget=st.integers(1, 20), block=st.integers(1, 9), tau=st.floats(0, 1), full=st.booleans(), stop=st.booleans())
 def test_no_mask_in_the_output_and_the_budget_is_exact(budget, block, tau, full, stop):
