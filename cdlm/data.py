@@ -4,6 +4,7 @@ Shapes: B rows, P prompt tokens (left padded), N answer slots.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 class Example:
     """One question: its place in the file, its group (a task name), its text and its tokens.
 
-    answer_ids holds the reference answer without an end-of-sequence token.
+    answer_ids holds the reference answer without an end-of-sequence token. accept: a regular expression that the whole text of
+    a right answer matches, where there are several; None where only the reference answer is right.
     """
 
     index: int
@@ -25,6 +27,13 @@ class Example:
     answer: str
     prompt_ids: list[int]
     answer_ids: list[int]
+    accept: str | None = None
+
+    def is_right(self, text: str) -> bool:
+        """Whether the whole text is a right answer, white space at the ends aside."""
+        if self.accept is not None:
+            return re.fullmatch(self.accept, text.strip()) is not None
+        return text.strip() == self.answer.strip()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -69,12 +78,13 @@ def prompt_ids(tokenizer, prompt: str, *, chat_template: bool) -> list[int]:
 
 def read_examples(
     path: Path, tokenizer, *, prompt_key: str, answer_key: str, group_key: str | None, chat_template: bool,
-    max_prompt_tokens: int, max_new_tokens: int, limit: int | None = None, what: str = "data",
+    max_prompt_tokens: int, max_new_tokens: int, accept_key: str | None = None, limit: int | None = None, what: str = "data",
 ) -> list[Example]:
     """The first `limit` rows of a file as examples, in the file's order.
 
+    accept_key: the column with the pattern of the right answers; a row may have none there, and then its reference alone is right.
     A prompt longer than max_prompt_tokens, an answer that does not fit into max_new_tokens with its end-of-sequence token, an
-    unknown token or a missing column is an error that names the row.
+    unknown token, a missing column or a pattern that is none or does not match the reference is an error that names the row.
     """
     rows = read_rows(path)
     if limit is not None and not 1 <= limit <= len(rows):
@@ -96,7 +106,13 @@ def read_examples(
         group = row[group_key] if group_key else "all"
         if group_key and group == "all":
             raise ValueError(f"{where} has 'all' under {group_key!r}; that name stands for all groups together in a report")
-        examples.append(Example(index, group, row[prompt_key], row[answer_key], prompt, answer))
+        example = Example(index, group, row[prompt_key], row[answer_key], prompt, answer, row.get(accept_key) if accept_key else None)
+        try:
+            if not example.is_right(example.answer):
+                raise ValueError(f"{where}: {accept_key!r} is {example.accept!r}, which does not match the answer {example.answer!r}")
+        except (re.error, TypeError):
+            raise ValueError(f"{where}: {accept_key!r} is {example.accept!r}, which is no regular expression") from None
+        examples.append(example)
     return examples
 
 

@@ -32,12 +32,16 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Data:
-    """Where questions come from. prompts: those to train on; test: those to measure on, never trained on."""
+    """Where questions come from. prompts: those to train on; test: those to measure on, never trained on.
+
+    accept_key: the column with a regular expression that every right answer matches, for questions with several.
+    """
 
     prompts: str
     test: str
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    accept_key: str | None = None
     group_key: str | None = None
     chat_template: bool = True
     max_prompt_tokens: int = 512

@@ -67,7 +67,8 @@ class Run:
         """Questions of data.prompts or data.test."""
         d = self.recipe.data
         return data.read_examples(
-            self.recipe.path(getattr(d, which)), tokenizer, prompt_key=d.prompt_key, answer_key=d.answer_key, group_key=d.group_key,
+            self.recipe.path(getattr(d, which)), tokenizer, prompt_key=d.prompt_key, answer_key=d.answer_key, accept_key=d.accept_key,
+            group_key=d.group_key,
             chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, max_new_tokens=self.recipe.decode.max_new_tokens,
             limit=limit, what=f"data.{which}",
         )
@@ -177,7 +178,7 @@ def collect(run: Run) -> None:
     if size - there > free:
         raise ValueError(f"collect needs {(size - there) / 2**30:.1f} GiB for hidden rows; {run.out} has {free / 2**30:.1f} GiB free")
     manifest = trajectories.collect(
-        model, examples, run.trajectories,
+        model, examples, run.trajectories, right=lambda example, ids: example.is_right(tokenizer.decode(ids)),
         config=greedy(run.decode_config(), stop_at_eos=c.stop_at_eos),
         temperatures=c.temperatures, batch_size=c.batch_size, shard_size=c.shard_size,
         seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,

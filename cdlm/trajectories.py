@@ -55,7 +55,7 @@ class Screen:
     """Which trajectories are degenerate (a student trained on repetitions learns to repeat).
 
     ngram, repeats: an n-gram of that many tokens that occurs more than `repeats` times in the answer.
-    drop: leave them out of training; False only counts them. correct_only: also drop answers that differ from the reference.
+    drop: leave them out of training; False only counts them. correct_only: also drop wrong answers.
     """
 
     ngram: int = 8
@@ -63,7 +63,7 @@ class Screen:
     drop: bool = True
     correct_only: bool = False
 
-    def reason(self, answer_ids: list[int], stop: str, reference_ids: list[int]) -> str:
+    def reason(self, answer_ids: list[int], stop: str, right: bool) -> str:
         """"" for a sound trajectory, else the first reason that applies."""
         if stop != "eos":
             return "no_eos"
@@ -72,7 +72,7 @@ class Screen:
         grams = Counter(tuple(answer_ids[i : i + self.ngram]) for i in range(len(answer_ids) - self.ngram + 1))
         if grams and max(grams.values()) > self.repeats:
             return "repeated_ngram"
-        if self.correct_only and answer_ids != reference_ids:
+        if self.correct_only and not right:
             return "wrong_answer"
         return ""
 
@@ -200,6 +200,7 @@ def collect(
     shard_size: int,
     seed: int,
     screen: Screen,
+    right: Callable[[data.Example, list[int]], bool],
     request: dict[str, Any],
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -207,6 +208,7 @@ def collect(
 
     `config` gives budget and blocks; the teacher always decodes one token a step under full attention. A shard's content
     depends on the request alone, so a run that was killed ends with the same files as one that was not.
+    right: whether the tokens of an answer are a right one, for the screen.
     """
     asked = DecodeConfig(
         max_new_tokens=config.max_new_tokens, block_length=config.block_length, tokens_per_step=1,
@@ -225,7 +227,7 @@ def collect(
         # Prompts of similar length share a batch, so little is computed for padding.
         order = sorted(shards[i], key=lambda job: (job[1][1], len(job[1][0].prompt_ids)))
         for start in range(0, len(order), batch_size):
-            batch_rows, batch_hidden = _decode_batch(model, order[start : start + batch_size], asked, seed, screen)
+            batch_rows, batch_hidden = _decode_batch(model, order[start : start + batch_size], asked, seed, screen, right)
             rows += batch_rows
             hidden.append(batch_hidden)
         by_id = sorted(range(len(rows)), key=lambda r: rows[r]["id"])
@@ -240,7 +242,8 @@ def collect(
 
 
 def _decode_batch(
-    model: DiffusionLM, jobs: list[tuple[int, tuple[data.Example, float]]], config: DecodeConfig, seed: int, screen: Screen
+    model: DiffusionLM, jobs: list[tuple[int, tuple[data.Example, float]]], config: DecodeConfig, seed: int, screen: Screen,
+    right: Callable[[data.Example, list[int]], bool],
 ) -> tuple[list[dict[str, Any]], Tensor]:
     """Trajectories of a batch as parquet rows and hidden rows [B, N, D]."""
     rows: list[dict[str, Any]] = []
@@ -257,12 +260,13 @@ def _decode_batch(
         hidden.append(recorder.hidden)
         final = out.filled_BN.cpu()
         for row, (number, example) in enumerate(part):
+            answer_ids = out.answer(row, model.facts.eos_token_ids)
             rows.append({
                 "id": number, "example": example.index, "group": example.group, "temperature": temperature, "seed": seeds[row],
                 "prompt_ids": example.prompt_ids, "answer_ids": example.answer_ids, "tokens": final[row].tolist(),
                 "step": recorder.step[row].tolist(), "confidence": recorder.confidence[row].tolist(),
                 "decoded": out.decoded_tokens[row], "stop": out.stop[row],
-                "screened": screen.reason(out.answer(row, model.facts.eos_token_ids), out.stop[row], example.answer_ids),
+                "screened": screen.reason(answer_ids, out.stop[row], right(example, answer_ids)),
             })
     return rows, torch.cat(hidden)
 

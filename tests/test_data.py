@@ -197,3 +197,38 @@ def test_the_small_world_reads(name, tokenizer):
     examples = read(TINY / f"{name}.jsonl", tokenizer, max_prompt_tokens=64, max_new_tokens=64, limit=40)
     assert len({e.group for e in examples}) > 1
     assert all(tokenizer.decode(e.answer_ids) == e.answer for e in examples)
+
+
+def example(answer, accept=None):
+    return data.Example(0, "all", "?", answer, [3], [4], accept)
+
+
+def test_a_right_answer_is_the_whole_reference():
+    assert example("3+4").is_right("3+4") and example("3+4").is_right(" 3+4\n")
+    for wrong in ("3+4<", "3 +4", "", "33"):  # "+" is no pattern here
+        assert not example("3+4").is_right(wrong)
+    assert not example("ab").is_right("AB")
+
+
+def test_with_a_pattern_every_text_that_matches_it_wholly_is_right():
+    several = example("abcd", "(ab|xy)(cd|zw)")
+    assert all(several.is_right(text) for text in ("abcd", "xycd", "abzw", " xyzw "))
+    assert not any(several.is_right(text) for text in ("axcd", "abc", "abcdz", ""))
+
+
+def test_the_accept_column_may_be_missing_in_a_row(tmp_path, tokenizer):
+    rows = [{"task": "copy", "prompt": "ab", "answer": "ab", "accept": "ab|ba"}, {"task": "copy", "prompt": "ab", "answer": "ab"}]
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    assert [e.accept for e in read(file, tokenizer, accept_key="accept")] == ["ab|ba", None]
+    assert [e.accept for e in read(file, tokenizer)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("accept", "said"),
+    {"not matched": ("ba", "which does not match the answer 'ab'"), "broken": ("(ab", "no regular expression"), "a number": (5, "no regular")}.values(),
+)
+def test_a_bad_pattern_is_refused_with_its_row(tmp_path, tokenizer, accept, said):
+    file = jsonl(tmp_path / "rows.jsonl", [{"task": "copy", "prompt": "ab", "answer": "ab", "accept": accept}])
+    with pytest.raises(ValueError, match="row 1") as error:
+        read(file, tokenizer, accept_key="accept")
+    assert said in str(error.value) and repr(accept) in str(error.value)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from functools import cache
 from itertools import product
 
@@ -53,7 +54,7 @@ def test_validation_and_test_hold_every_task_in_equal_numbers():
     for split in ("validation", "test"):
         tasks = [row["task"] for row in rows(split)]
         assert len(tasks) == 400
-        assert {task: tasks.count(task) for task in set(tasks)} == dict.fromkeys(("chain", "copy", "reverse", "sort"), 100)
+        assert {task: tasks.count(task) for task in set(tasks)} == dict.fromkeys(("chain", "copy", "reverse", "sort", "translate"), 80)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -71,6 +72,11 @@ def test_every_answer_is_right(split):
                 assert asked[place + 1] == "?" and answer[place] == asked[place]
                 state = table[asked[place]][int(state)]
                 assert answer[place + 1] == state, row
+        elif task == "translate":
+            words = [asked[i : i + 4] for i in range(0, len(asked), 4)]
+            for place, word in enumerate(words):
+                assert answer[4 * place : 4 * place + 4] in generator().WORDS[word], row
+            assert len(answer) == len(asked)
         else:
             right = {"copy": list(asked), "reverse": list(reversed(asked)), "sort": sorted(asked)}[task]
             assert list(answer) == right, row
@@ -91,6 +97,42 @@ def test_operations_are_permutations_that_do_not_commute():
     different = {(a, b) for a, b in product(table, table) if any(after(s, a, b) != after(s, b, a) for s in "0123456789")}
     # No two different operations commute, so no step of a chain can change places with its neighbour.
     assert different == {(a, b) for a, b in product(table, table) if a != b}
+
+
+def test_a_word_has_three_translations_that_share_no_letter_at_any_place():
+    words = generator().WORDS
+    assert len(words) == 9 and sorted("".join(words)) == sorted(generator().ITEMS), "every letter has its own word and place"
+    for word, translations in words.items():
+        assert len(translations) == len(generator().USAGE) == 3
+        assert all(other in words for other in translations)
+        assert len({word, *translations}) == 4
+    for place in range(3):  # the n-th translations are all words once, so no word is likelier than another
+        assert sorted(translations[place] for translations in words.values()) == sorted(words)
+
+
+def test_translations_are_used_as_often_as_usage_says():
+    used = [0, 0, 0]
+    for row in rows("train"):
+        if row["task"] == "translate":
+            asked = row["prompt"].split(":")[1].rstrip(".")
+            for i in range(0, len(asked), 4):
+                used[generator().WORDS[asked[i : i + 4]].index(row["answer"][i : i + 4])] += 1
+    total = sum(used)
+    assert total > 10_000
+    for share, wanted in zip(used, generator().USAGE, strict=True):
+        assert abs(share / total - wanted) < 4 * (wanted * (1 - wanted) / total) ** 0.5, "four standard errors"
+
+
+def test_accept_matches_right_translations_only():
+    given = [row for split in ("validation", "test", "distill") for row in rows(split) if "accept" in row]
+    assert {row["task"] for row in given} == {"translate"}
+    for row in given:
+        asked = row["prompt"].split(":")[1].rstrip(".")
+        choices = [generator().WORDS[asked[i : i + 4]] for i in range(0, len(asked), 4)]
+        assert re.fullmatch(row["accept"], "".join(choice[-1] for choice in choices))
+        mixed = choices[0][0][:2] + choices[0][1][2:]  # two letters of one translation, two of another
+        assert not re.fullmatch(row["accept"], mixed + "".join(choice[0] for choice in choices[1:]))
+        assert not re.fullmatch(row["accept"], asked), "no word translates to itself"
 
 
 def test_run_chain_by_hand():

@@ -25,7 +25,7 @@ def examples(count: int = 5) -> list[data.Example]:
 def collect(folder, model=None, *, screen=None, shard_size=4, stop=False, **changes):
     values = {
         "config": DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, stop_at_eos=stop), "temperatures": [0.0, 0.5], "batch_size": 3,
-        "shard_size": shard_size, "seed": 0, "screen": screen or Screen(drop=False), "request": {"who": "test"}, "say": lambda text: None,
+        "shard_size": shard_size, "seed": 0, "screen": screen or Screen(drop=False), "right": lambda example, ids: ids == example.answer_ids, "request": {"who": "test"}, "say": lambda text: None,
     }
     return trajectories.collect(model or random_model(), examples(), folder, **{**values, **changes})
 
@@ -152,12 +152,12 @@ def test_unfinished_or_foreign_folders_are_refused(tmp_path):
 
 def test_screening_reasons():
     screen = Screen(ngram=2, repeats=2, correct_only=True)
-    assert screen.reason([5, 6, 7], "length", [5, 6, 7]) == "no_eos"
-    assert screen.reason([], "eos", [5]) == "empty"
-    assert screen.reason([5, 6, 5, 6, 5, 6], "eos", [5]) == "repeated_ngram"  # (5, 6) stands three times, two are allowed
-    assert screen.reason([5, 6, 5, 6, 7], "eos", [5]) == "wrong_answer"
-    assert screen.reason([5, 6], "eos", [5, 6]) == ""
-    assert Screen(ngram=2, repeats=2).reason([5, 6, 5, 6, 7], "eos", [5]) == ""  # the correctness filter is off by default
+    assert screen.reason([5, 6, 7], "length", True) == "no_eos"
+    assert screen.reason([], "eos", False) == "empty"
+    assert screen.reason([5, 6, 5, 6, 5, 6], "eos", False) == "repeated_ngram"  # (5, 6) stands three times, two are allowed
+    assert screen.reason([5, 6, 5, 6, 7], "eos", False) == "wrong_answer"
+    assert screen.reason([5, 6], "eos", True) == ""
+    assert Screen(ngram=2, repeats=2).reason([5, 6, 5, 6, 7], "eos", False) == ""  # the correctness filter is off by default
 
 
 def test_dropped_trajectories_are_counted_and_kept_on_disk(tmp_path):

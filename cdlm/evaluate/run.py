@@ -65,11 +65,6 @@ class Measured:
     times: list[tuple[str, float, int]] = field(default_factory=list)
 
 
-def is_correct(text: str, reference: str) -> bool:
-    """Exact match of the whole answer, white space at the ends aside."""
-    return text.strip() == reference.strip()
-
-
 def _decode(method: Method, examples: list[data.Example]) -> Decoded:
     prompt, valid = data.pad_left([example.prompt_ids for example in examples], method.model.facts.pad_token_id)
     device = method.model.device
@@ -87,7 +82,7 @@ def score(method: Method, examples: list[data.Example], tokenizer, batch_size: i
         for row, i in enumerate(part):
             text = tokenizer.decode(out.answer(row, method.model.facts.eos_token_ids), skip_special_tokens=False)
             rows[i] = Row(
-                examples[i].group, is_correct(text, examples[i].answer), text, out.steps[row], out.commit_forwards[row],
+                examples[i].group, examples[i].is_right(text), text, out.steps[row], out.commit_forwards[row],
                 out.forwards[row], out.output_tokens[row],
             )
     return [rows[i] for i in range(len(examples))]

@@ -2,16 +2,21 @@
 
     python recipes/tiny/make_data.py            # rewrites the committed files, byte for byte
 
-Four tasks with one exact answer each. A question stands in a frame of 25 or 41 slots, filled up with dots, and its answer
-has the same frame: so an answer token stands at one of two distances from its cause, which a small network can learn.
-Every character is one token, and so is the name of a task.
+Four tasks with one exact answer each, and one with many right answers. A question stands in a frame of 25 or 41 slots, filled up
+with dots, and its answer has the same frame: so an answer token stands at one of two distances from its cause, which a small
+network can learn. Every character is one token, and so is the name of a task.
 
-chain    `chain:3+?<?*?..` -> `3+7<2*0`: a state (a digit) goes through operations, each a fixed random permutation of
-         the ten digits (TABLE). Permutations do not commute, so a step cannot be merged with the next one: every result
-         needs the one before it, and a shallow network can only run a few steps ahead.
-copy     the list again. Every slot can be filled at once.
-reverse  the list backwards. Easy from a neighbour, harder without one.
-sort     the list in ASCII order. Every slot depends on the whole list.
+chain      `chain:3+?<?*?..` -> `3+7<2*0`: a state (a digit) goes through operations, each a fixed random permutation of
+           the ten digits (TABLE). Permutations do not commute, so a step cannot be merged with the next one: every result
+           needs the one before it, and a shallow network can only run a few steps ahead.
+copy       the list again. Every slot can be filled at once.
+reverse    the list backwards. Easy from a neighbour, harder without one.
+sort       the list in ASCII order. Every slot depends on the whole list.
+translate  `translate:rvdachkl..` -> `3mqy4fe8`: word by word, a word is four characters, and every word has three right
+           translations, used with the frequencies of USAGE. This is the multimodality problem of non-autoregressive
+           translation (Gu et al., arXiv 1711.02281): the letters of a word must agree on one of them, so letters that are
+           written at the same time, each by its own odds, spell no word. The column "accept" is a regular expression that
+           matches the right answers.
 
 The items of a list are distinct. No question stands twice, within a file or across the four.
 """
@@ -26,11 +31,14 @@ OPERATIONS = "+-*/<>^~"
 DIGITS = "0123456789"
 ITEMS = DIGITS + "abcdefghijklmnopqrstuvwxyz"
 FRAMES = (25, 41)
-LENGTHS = {"chain": (16, 41), "copy": (16, 33), "reverse": (16, 33), "sort": (16, 33)}  # shortest and longest answer
+LENGTHS = {  # shortest and longest answer
+    "chain": (16, 41), "copy": (16, 33), "reverse": (16, 33), "sort": (16, 25), "translate": (16, 33),
+}
+USAGE = (0.44, 0.30, 0.26)  # how often a word's first, second and third translation is used
 SIZES = {"train": 27_000, "validation": 400, "test": 400, "distill": 1_400}
 SHARES = {  # of the questions of a file; the tasks that lose most under the block-causal mask are distilled most
-    "train": {"chain": 3, "copy": 1, "reverse": 3, "sort": 3},
-    "distill": {"chain": 1, "copy": 1, "reverse": 4, "sort": 6},
+    "train": {"chain": 3, "copy": 1, "reverse": 3, "sort": 3, "translate": 2},
+    "distill": {"chain": 2, "copy": 1, "reverse": 4, "sort": 5, "translate": 3},
 }  # the others hold the tasks in equal numbers
 SPECIAL = {"pad_token": "<|pad|>", "mask_token": "<|mask|>", "eos_token": "<|eos|>"}
 ROLES = ("<|user|>", "<|assistant|>")
@@ -47,7 +55,21 @@ def permutations() -> dict[str, str]:
     return {op: "".join(rng.sample(DIGITS, 10)) for op in OPERATIONS}
 
 
+def dictionary() -> dict[str, tuple[str, ...]]:
+    """word -> its three translations, most used first. Nine words; the letters of a place occur at no other place."""
+    rng = random.Random(SEED + 2)
+    letters = rng.sample(ITEMS, len(ITEMS))
+    words = ["".join(letters[place::4]) for place in range(4)]
+    words = ["".join(column) for column in zip(*words, strict=True)]
+    while True:  # three permutations without a fixed point that differ everywhere: every word is used equally often
+        shifts = [rng.sample(words, len(words)) for _ in USAGE]
+        rows = list(zip(words, *shifts, strict=True))
+        if all(len(set(row)) == len(row) for row in rows):
+            return {row[0]: row[1:] for row in rows}
+
+
 TABLE = permutations()
+WORDS = dictionary()
 
 
 def run_chain(state: str, operations: str) -> str:
@@ -61,14 +83,19 @@ def run_chain(state: str, operations: str) -> str:
 
 def question(task: str, rng: random.Random) -> dict[str, str]:
     length = rng.randint(*LENGTHS[task])
+    accept = {}
     if task == "chain":
         start, ops = rng.choice(DIGITS), "".join(rng.choices(OPERATIONS, k=length // 2))
         asked, answer = start + "".join(op + "?" for op in ops), run_chain(start, ops)
+    elif task == "translate":
+        words = rng.choices(list(WORDS), k=length // 4)
+        asked, answer = "".join(words), "".join(rng.choices(WORDS[word], USAGE)[0] for word in words)
+        accept = {"accept": "".join(f"({'|'.join(WORDS[word])})" for word in words)}
     else:
         asked = "".join(rng.sample(ITEMS, length))
         answer = {"copy": asked, "reverse": asked[::-1], "sort": "".join(sorted(asked))}[task]
     frame = min(width for width in FRAMES if width >= len(asked))
-    return {"task": task, "prompt": f"{task}:{asked:.<{frame}}", "answer": answer}
+    return {"task": task, "prompt": f"{task}:{asked:.<{frame}}", "answer": answer, **accept}
 
 
 def splits() -> dict[str, list[dict[str, str]]]:
@@ -82,9 +109,10 @@ def splits() -> dict[str, list[dict[str, str]]]:
             else:
                 task = tasks[len(rows) % len(tasks)]
             row = question(task, rng)
-            if row["prompt"] not in seen:
+            body = row["prompt"].split(":")[1] + row["answer"]
+            if row["prompt"] not in seen and not any(name in body for name in tasks):  # a list that spells a task's name
                 seen.add(row["prompt"])
-                rows.append(row)
+                rows.append(row if split != "train" else {key: row[key] for key in ("task", "prompt", "answer")})
         out[split] = rows
     return out
 
