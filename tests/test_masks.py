@@ -53,7 +53,7 @@ def test_mask_is_the_double_loop(prompts, slots, block, origin, prompt_attention
     valid, position, prompt_length = layout(prompts, slots)
     skip = min(skip, valid.shape[1] - 1)
     horizon = masks.horizon(position[:, skip:], prompt_length, block, origin=origin, prompt_attention=prompt_attention)
-    mask = masks.attention_mask(horizon, position, valid)
+    mask = masks.dense(masks.clean(horizon, position, valid))
     assert mask.dtype == torch.bool and mask.shape == (len(prompts), 1, valid.shape[1] - skip, valid.shape[1])
     assert mask.any(dim=-1).all()
     for b, prompt in enumerate(prompts):
@@ -82,14 +82,14 @@ def test_horizon_by_hand():
 
 def test_block_length_1_with_a_causal_prompt_is_the_causal_mask():
     valid, position, prompt = layout([4, 2], 5)
-    mask = masks.attention_mask(masks.horizon(position, prompt, 1, prompt_attention="causal"), position, valid)
+    mask = masks.dense(masks.clean(masks.horizon(position, prompt, 1, prompt_attention="causal"), position, valid))
     causal = torch.ones(9, 9, dtype=torch.bool).tril() & valid[:, None, :]
     assert torch.equal(mask[:, 0][valid], causal[valid])
 
 
 def test_no_horizon_sees_every_real_token():
     valid, position, _ = layout([4, 1], 3)
-    mask = masks.attention_mask(torch.full_like(position, masks.NO_HORIZON), position, valid)
+    mask = masks.dense(masks.clean(torch.full_like(position, masks.NO_HORIZON), position, valid))
     assert torch.equal(mask[:, 0], valid[:, None, :].expand(2, 7, 7))
 
 
@@ -111,7 +111,7 @@ def test_an_unknown_layout_is_refused_with_what_is_allowed(values, wanted):
 def test_a_row_with_nothing_to_see_sees_everything():
     horizon = torch.tensor([[-1, 0], [5, 5]])
     valid = torch.tensor([[True, True, True], [False, False, False]])
-    mask = masks.attention_mask(horizon, torch.arange(3).expand(2, 3), valid)
+    mask = masks.dense(masks.clean(horizon, torch.arange(3).expand(2, 3), valid))
     assert mask[:, 0].tolist() == [[[True] * 3, [True, False, False]], [[True] * 3, [True] * 3]]
 
 
@@ -144,7 +144,7 @@ def test_mask_is_the_one_transformers_makes_from_block_ids(prompts, block, origi
         config, torch.zeros(*valid.shape, 8), valid, None, block_sequence_ids=group.masked_fill(~valid, -1), allow_is_causal_skip=False
     )
     horizon = masks.horizon(position, prompt_length, block, origin=origin, prompt_attention=prompt_attention)
-    ours = masks.attention_mask(horizon, position, valid)
+    ours = masks.dense(masks.clean(horizon, position, valid))
     assert theirs.dtype == torch.bool
     assert torch.equal(ours[:, 0][valid], theirs[:, 0][valid])
 
@@ -165,7 +165,7 @@ def naive_attention(q_BHLD, k_BGKD, v_BGKD, mask):
 def test_naive_attention_is_sdpa(prompts, slots, block, skip, kv_heads):
     """Values and gradients of all rows, those of padding included; `skip` leading tokens are keys only, as cached ones are."""
     valid, position, prompt_length = layout(prompts, slots)
-    mask = masks.attention_mask(masks.horizon(position[:, skip:], prompt_length, block), position, valid)
+    mask = masks.dense(masks.clean(masks.horizon(position[:, skip:], prompt_length, block), position, valid))
     draw = torch.Generator().manual_seed(0)
 
     def normal(heads, length):
@@ -187,7 +187,7 @@ def test_naive_attention_is_sdpa(prompts, slots, block, skip, kv_heads):
 def test_keys_behind_the_horizon_and_padding_change_nothing():
     """Values of hidden keys are replaced by NaN-free noise: the answer rows of the first block stay bit-identical."""
     valid, position, prompt_length = layout([3, 5], 8)
-    mask = masks.attention_mask(masks.horizon(position, prompt_length, 4), position, valid)
+    mask = masks.dense(masks.clean(masks.horizon(position, prompt_length, 4), position, valid))
     q, k, v = torch.randn(3, 2, 2, 13, 4, generator=torch.Generator().manual_seed(1))
     block = slice(5, 9)
     before = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, :, block]
@@ -197,3 +197,102 @@ def test_keys_behind_the_horizon_and_padding_change_nothing():
     assert torch.equal(before, after)
     v[0, :, 2] += 1.0  # the first prompt token of row 0 is seen
     assert not torch.equal(before[0], F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0, :, block])
+
+
+# ---- masks with groups: each against a double loop over the words of its paper ----------------------------------------
+
+
+@given(
+    prompts=st.lists(st.integers(0, 5), min_size=1, max_size=3), slots=st.integers(1, 7), block=st.integers(1, 4),
+    origin=st.sampled_from(ORIGINS), prompt_attention=st.sampled_from(PROMPT_ATTENTIONS),
+)  # fmt: skip
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_noisy_clean_is_the_double_loop(prompts, slots, block, origin, prompt_attention):
+    """[noisy answer | prompt and clean answer]."""
+    valid, position, prompt_length = layout(prompts, slots)
+    noisy_position = prompt_length[:, None] + torch.arange(slots)
+    clean = masks.Tokens(
+        position, masks.horizon(position, prompt_length, block, origin=origin, prompt_attention=prompt_attention), valid
+    )
+    found = masks.noisy_clean(
+        noisy_position, torch.ones_like(noisy_position, dtype=torch.bool), clean, prompt_length, block, origin=origin
+    ).allow()
+    width = valid.shape[1]
+    for b, prompt in enumerate(prompts):
+        pad = max(prompts) - prompt
+        start = prompt if origin == "prompt_end" else 0
+        for q in range(slots):
+            number = (prompt + q - start) // block
+            noisy = [(prompt + k - start) // block == number for k in range(slots)]
+            text = [k >= pad and (k - pad < prompt or (k - pad - start) // block < number) for k in range(width)]
+            assert found[b, q].tolist() == noisy + text, (b, q)
+        for q in range(pad, width):
+            text = [k >= pad and may_look(q - pad, k - pad, prompt, block, origin, prompt_attention) for k in range(width)]
+            assert found[b, slots + q].tolist() == [False] * slots + text, (b, q)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3), block=st.integers(1, 5))
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_tidar_training_is_the_double_loop(lengths, block):
+    width = max(lengths)
+    valid = torch.tensor([[False] * (width - n) + [True] * n for n in lengths])
+    found = masks.tidar_training(valid, block).allow()
+    for b, n in enumerate(lengths):
+        pad = width - n
+        for q in range(pad, width):
+            text = [k >= pad and k <= q for k in range(width)]
+            assert found[b, q].tolist() == text + [False] * width
+            earlier = [k >= pad and (k - pad) // block < (q - pad) // block for k in range(width)]
+            own = [k >= pad and (k - pad) // block == (q - pad) // block for k in range(width)]
+            assert found[b, width + q].tolist() == earlier + own
+        for q in range(pad):
+            assert not found[b, width + q].any(), "a padding mask sees nothing"
+
+
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=3), drafts=st.integers(1, 5), last=st.booleans())
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_tidar_decoding_is_the_double_loop(lengths, drafts, last):
+    width = max(lengths)
+    valid = torch.tensor([[False] * (width - n) + [True] * n for n in lengths], dtype=torch.bool)
+    seen, position = masks.tidar_decoding(valid, drafts, prefix_last=last)
+    found = seen.allow()
+    assert found.shape == (len(lengths), drafts * (drafts + 1), width + drafts * (drafts + 1))
+    for b, n in enumerate(lengths):
+        prefix = [k >= width - n for k in range(width)]
+        wanted, where = [], []
+        for j in range(drafts):
+            wanted.append([k <= j for k in range(drafts)] + [False] * drafts**2)
+            where.append(n + j)
+        for r in range(1, drafts + 1):
+            for i in range(drafts):
+                own = [number == r for number in range(1, drafts + 1) for _ in range(drafts)]
+                wanted.append([k < r for k in range(drafts)] + own)
+                where.append(n + r + i)
+        assert position[b].tolist() == where
+        assert found[b].tolist() == [(row + prefix) if last else (prefix + row) for row in wanted]
+
+
+def test_tidar_positions_are_those_of_the_papers_figure():
+    _, position = masks.tidar_decoding(torch.ones(1, 3, dtype=torch.bool), 3)
+    assert position.tolist() == [[3, 4, 5, 4, 5, 6, 5, 6, 7, 6, 7, 8]]  # figure 3: L = 3, K = 3
+
+
+def test_tidar_prefill_by_hand():
+    seen, position = masks.tidar_prefill(torch.tensor([[False, True, True]]), 2)
+    assert position.tolist() == [[2, 3, 0, 0, 1]]
+    assert seen.allow()[0].int().tolist() == [[1, 1, 0, 1, 1], [1, 1, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+
+
+def test_a_packed_mask_comes_back():
+    seen, _ = masks.tidar_decoding(torch.tensor([[False, True, True, True]]), 3)
+    packed = seen.packed()
+    assert packed.shape == (1, 1, 2, 12 + 16) and packed.dtype == torch.int32
+    assert torch.equal(masks.Sight.unpack(packed, 12).allow(), seen.allow())
+
+
+def test_runs_that_do_not_fit_together_are_refused():
+    row = torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"position and group of the keys.*\(1, 3\).*\(1, 2\)"):
+        masks.Sight(row, row, row, row[:, :2])
+    with pytest.raises(ValueError, match="of the same rows"):
+        masks.Sight(row, row, row.expand(2, 3), row.expand(2, 3))

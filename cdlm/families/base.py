@@ -108,11 +108,11 @@ class DiffusionLM(nn.Module):
         """
         position_BL = masks.positions(valid_BL)
         if block_length is None:
-            horizon_BL = torch.full_like(position_BL, masks.NO_HORIZON)
+            horizon_BL = masks.full(position_BL)
         else:
             assert prompt_length_B is not None
             horizon_BL = self._horizon(position_BL, prompt_length_B, block_length)
-        mask = masks.attention_mask(horizon_BL, position_BL, valid_BL)
+        mask = masks.dense(masks.clean(horizon_BL, position_BL, valid_BL))
         return self._align(self._rows(ids_BL, mask, position_BL, None), None)
 
     def sequence_logits(self, *args, **kwargs) -> Tensor:
@@ -143,11 +143,11 @@ class DiffusionLM(nn.Module):
             fresh_valid_BL = torch.cat([commit[1], torch.ones_like(block_BS, dtype=torch.bool)], dim=1)
             count = commit[0].shape[1]
         position_BL = cache.next_position_B[:, None] + masks.positions(fresh_valid_BL)
-        mask = masks.attention_mask(
+        mask = masks.dense(masks.clean(
             self._horizon(position_BL, cache.prompt_length_B, block_length),
             torch.cat([cache.position_BK, position_BL], dim=1),
             torch.cat([cache.valid_BK, fresh_valid_BL], dim=1),
-        )
+        ))  # fmt: skip
         row_BLD = self._rows(ids_BL, mask, position_BL, cache)
         if commit is not None:
             cache.commit(position_BL[:, :count], commit[1], row_BLD[:, count - 1])

@@ -12,8 +12,8 @@ chain      `chain:3+?<?*?..` -> `3+7<2*0`: a state (a digit) goes through operat
 copy       the list again. Every slot can be filled at once.
 reverse    the list backwards. Easy from a neighbour, harder without one.
 sort       the list in ASCII order. Every slot depends on the whole list.
-translate  `translate:rvdachkl..` -> `3mqy4fe8`: word by word, a word is four characters, and every word has three right
-           translations, used with the frequencies of USAGE. This is the multimodality problem of non-autoregressive
+translate  `translate:rvdachkl..` -> `3mqy4fe8`: word by word, a word is four characters, and every word has four right
+           translations, used with the frequencies of USAGE (only the first in distill.jsonl, where one author wrote all answers). This is the multimodality problem of non-autoregressive
            translation (Gu et al., arXiv 1711.02281): the letters of a word must agree on one of them, so letters that are
            written at the same time, each by its own odds, spell no word. The column "accept" is a regular expression that
            matches the right answers.
@@ -34,7 +34,7 @@ FRAMES = (25, 41)
 LENGTHS = {  # shortest and longest answer
     "chain": (16, 41), "copy": (16, 33), "reverse": (16, 33), "sort": (16, 25), "translate": (16, 33),
 }
-USAGE = (0.44, 0.30, 0.26)  # how often a word's first, second and third translation is used
+USAGE = (0.44, 0.19, 0.19, 0.18)  # how often each translation of a word is used, the commonest first
 SIZES = {"train": 27_000, "validation": 400, "test": 400, "distill": 1_400}
 SHARES = {  # of the questions of a file; the tasks that lose most under the block-causal mask are distilled most
     "train": {"chain": 3, "copy": 1, "reverse": 3, "sort": 3, "translate": 2},
@@ -55,17 +55,18 @@ def permutations() -> dict[str, str]:
     return {op: "".join(rng.sample(DIGITS, 10)) for op in OPERATIONS}
 
 
-def dictionary() -> dict[str, tuple[str, ...]]:
-    """word -> its three translations, most used first. Nine words; the letters of a place occur at no other place."""
+def dictionary() -> dict[str, list[str]]:
+    """word -> its translations, the commonest first. Nine words; the letters of a place occur at no other place."""
     rng = random.Random(SEED + 2)
     letters = rng.sample(ITEMS, len(ITEMS))
     words = ["".join(letters[place::4]) for place in range(4)]
     words = ["".join(column) for column in zip(*words, strict=True)]
-    while True:  # three permutations without a fixed point that differ everywhere: every word is used equally often
-        shifts = [rng.sample(words, len(words)) for _ in USAGE]
-        rows = list(zip(words, *shifts, strict=True))
-        if all(len(set(row)) == len(row) for row in rows):
-            return {row[0]: row[1:] for row in rows}
+    columns = [words]  # permutations of the words that differ everywhere, so that every word is used equally often
+    while len(columns) <= len(USAGE):
+        column = rng.sample(words, len(words))
+        if all(a != b for other in columns for a, b in zip(other, column, strict=True)):
+            columns.append(column)
+    return {word: translations for word, *translations in zip(*columns, strict=True)}
 
 
 TABLE = permutations()
@@ -81,7 +82,7 @@ def run_chain(state: str, operations: str) -> str:
     return out
 
 
-def question(task: str, rng: random.Random) -> dict[str, str]:
+def question(task: str, rng: random.Random, usage: tuple[float, ...] = USAGE) -> dict[str, str]:
     length = rng.randint(*LENGTHS[task])
     accept = {}
     if task == "chain":
@@ -89,7 +90,7 @@ def question(task: str, rng: random.Random) -> dict[str, str]:
         asked, answer = start + "".join(op + "?" for op in ops), run_chain(start, ops)
     elif task == "translate":
         words = rng.choices(list(WORDS), k=length // 4)
-        asked, answer = "".join(words), "".join(rng.choices(WORDS[word], USAGE)[0] for word in words)
+        asked, answer = "".join(words), "".join(rng.choices(WORDS[word], usage)[0] for word in words)
         accept = {"accept": "".join(f"({'|'.join(WORDS[word])})" for word in words)}
     else:
         asked = "".join(rng.sample(ITEMS, length))
@@ -108,7 +109,7 @@ def splits() -> dict[str, list[dict[str, str]]]:
                 task = rng.choices(tasks, weights=list(SHARES[split].values()))[0]
             else:
                 task = tasks[len(rows) % len(tasks)]
-            row = question(task, rng)
+            row = question(task, rng, (1, 0, 0, 0) if split == "distill" else USAGE)
             body = row["prompt"].split(":")[1] + row["answer"]
             if row["prompt"] not in seen and not any(name in body for name in tasks):  # a list that spells a task's name
                 seen.add(row["prompt"])

@@ -1,0 +1,161 @@
+"""The Triton backend: checks, tile shapes and launches. Importing this file loads triton.
+
+With TRITON_INTERPRET=1 in the environment before triton is imported, the kernels run on CPU tensors.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from cdlm.attention import kernels, tiles
+from cdlm.masks import CLEAN, NO_GROUP, NO_HORIZON, Sight
+
+HEAD_DIMS = (32, 64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel is cut: query rows and keys of a tile, warps of a program, stages of the software pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# (target family, bytes of a value, head dimension) -> forward, gradient of q, gradients of k and v.
+# Chosen with `cdlm kernels`, which compiles every entry for every target and fails on a spill; LOG.md has what was tried.
+SHAPES: dict[tuple[str, int, int], tuple[Shape, Shape, Shape]] = {}
+
+
+def _fill_shapes() -> None:
+    for target in ("gfx942", "gfx950", "sm_90", "sm_100"):
+        for dim in HEAD_DIMS:
+            big = dim > 128
+            half = (Shape(64, 64, 4, 2), Shape(64, 32 if big else 64, 4, 1), Shape(64, 32 if big else 64, 4, 1))
+            SHAPES[target, 2, dim] = half
+            SHAPES[target, 4, dim] = tuple(Shape(32, 32, 4, 1) for _ in range(3))  # type: ignore[assignment]
+
+
+_fill_shapes()
+INTERPRETED = (Shape(16, 16, 4, 1),) * 3
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def target_of(device: torch.device) -> str:
+    """The nearest target that shapes were chosen for."""
+    if torch.version.hip:  # first: a gfx942 calls itself capability (9, 4)
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return "gfx950" if name >= "gfx950" and len(name) == 6 else "gfx942"
+    return "sm_100" if torch.cuda.get_device_capability(device)[0] == 10 else "sm_90"
+
+
+def shapes_for(q: Tensor) -> tuple[Shape, Shape, Shape]:
+    if interpreted():
+        return INTERPRETED
+    return SHAPES[target_of(q.device), q.element_size(), q.shape[-1]]
+
+
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A ValueError for what the kernel does not have."""
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"the triton backend got dtypes {q.dtype}, {k.dtype}, {v.dtype}; allowed: one of {', '.join(map(str, DTYPES))} for all")
+    if q.shape[-1] not in HEAD_DIMS or v.shape[-1] != q.shape[-1]:
+        raise ValueError(f"the triton backend got head dimensions {q.shape[-1]} and {v.shape[-1]}; allowed: {', '.join(map(str, HEAD_DIMS))}, the same for both")
+    if q.device.type == "cpu" and not interpreted():
+        raise ValueError("the triton backend needs a GPU, or TRITON_INTERPRET=1 set before Python starts; on a CPU take naive or sdpa")
+
+
+_visits: WeakKeyDictionary[Sight, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def _prepared(seen: Sight, what: str, shape: Shape, group: int) -> Any:
+    """Tile lists and the mask's integers as the kernels read them, made once a mask and shape (all layers share a mask)."""
+    held = _visits.setdefault(seen, {})
+    key = (what, shape.rows, shape.keys, group)
+    if key not in held:
+        make = tiles.by_rows if what == "rows" else tiles.by_keys
+        found = make(seen, shape.rows, shape.keys, group)
+        held[key] = (found.order, found.partial, found.full)
+    if "integers" not in held:
+        held["integers"] = tuple(x.int().contiguous() for x in (seen.horizon_BQ, seen.group_BQ, seen.position_BK, seen.group_BK))
+    return (*held["integers"], *held[key])
+
+
+def everything(batch: int, queries: int, keys: int, device: torch.device) -> Sight:
+    """A mask under which every query sees every key."""
+
+    def filled(length: int, value: int) -> Tensor:
+        return torch.full((batch, length), value, dtype=torch.int32, device=device)
+
+    return Sight(filled(queries, NO_HORIZON), filled(queries, NO_GROUP), filled(keys, 0), filled(keys, CLEAN))
+
+
+def _strides(*x: Tensor) -> list[int]:
+    return [s for t in x for s in t.stride()[:3]]
+
+
+def _options(shape: Shape) -> dict[str, Any]:
+    return {"ROWS": shape.rows, "KEYS": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages, "PRECISION": "ieee"}
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Sight, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        batch, heads, queries, dim = q.shape
+        kv_heads, keys = k.shape[1], k.shape[2]
+        shape, group = shapes_for(q)[0], heads // kv_heads
+        out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+        lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+        grid = (-(-queries * group // shape.rows), batch * kv_heads)
+        kernels.attention_forward[grid](
+            q, k, v, out, lse, *_prepared(seen, "rows", shape, group), *_strides(q, k, v, out),
+            queries, keys, kv_heads, scale * LOG2E, GROUP=group, D=dim, **_options(shape),
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.seen, ctx.scale = seen, scale
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_out, d_lse = grads
+        q, k, v, out, lse = ctx.saved_tensors
+        batch, heads, queries, dim = q.shape
+        kv_heads, keys = k.shape[1], k.shape[2]
+        _, for_q, for_kv = shapes_for(q)
+        group = heads // kv_heads
+        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        # d_score = weight * (d_weight - delta), and the log-sum-exp's own gradient adds weight * d_lse.
+        delta = ((d_out.float() * out.float()).sum(-1) - d_lse).contiguous()
+        # Laid out as q, k and v: the kernels write through the same strides.
+        dq, dk, dv = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in (q, k, v))
+        strides, common = _strides(q, k, v, d_out), (queries, keys, kv_heads, ctx.scale, ctx.scale * LOG2E)
+        kernels.attention_backward_q[(-(-queries * group // for_q.rows), batch * kv_heads)](
+            q, k, v, d_out, dq, lse, delta, *_prepared(ctx.seen, "rows", for_q, group), *strides, *common,
+            GROUP=group, D=dim, **_options(for_q),
+        )  # fmt: skip
+        kernels.attention_backward_kv[(-(-keys // for_kv.keys), batch * kv_heads)](
+            q, k, v, d_out, dk, dv, lse, delta, *_prepared(ctx.seen, "keys", for_kv, group), *strides, *common,
+            GROUP=group, D=dim, **_options(for_kv),
+        )  # fmt: skip
+        return dq, dk, dv, None, None
+
+
+def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, seen: Sight | None, scale: float) -> tuple[Tensor, Tensor]:
+    """As the naive backend gives: outputs and log-sum-exps, with gradients for q, k and v."""
+    check(q_BHQD, k_BGKD, v_BGKD)
+    if seen is None:
+        seen = everything(q_BHQD.shape[0], q_BHQD.shape[2], k_BGKD.shape[2], q_BHQD.device)
+    return _Attention.apply(q_BHQD, k_BGKD, v_BGKD, seen, scale)
