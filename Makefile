@@ -47,7 +47,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,report,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,report,kernels,dev]'
 	touch $@
 
 clean:

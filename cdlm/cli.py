@@ -43,7 +43,26 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
     generate.add_argument("--device", default="cpu", help="cpu, cuda ...")
     generate.add_argument("--trace", action="store_true", help="show the blocks filling up, step by step")
+    roof = commands.add_parser("roofline", help="what decoding would cost on an accelerator, operator by operator")
+    roof.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a known shape (an unknown name lists them)")
+    roof.add_argument("--hardware", type=_names, default=["MI300X", "MI355X", "H100", "H200", "B200", "A100"], metavar="A,B", help="cards")
+    roof.add_argument("--mode", type=_names, default=["ar", "dlm", "block"], metavar="A,B", help="ar, dlm, block, tidar")
+    roof.add_argument("--block", type=int, default=32, help="block length")
+    roof.add_argument("--batch", type=int, default=1, help="sequences at a time")
+    roof.add_argument("--context", type=int, default=512, help="tokens of the prompt")
+    roof.add_argument("--generate", type=int, default=256, help="tokens generated (the budget)")
+    roof.add_argument("--tpf", type=float, default=3.0, help="tokens a forward, for block and tidar")
+    roof.add_argument("--operators", action="store_true", help="also print every operator")
+    roof.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    roof.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline there (png, pdf, svg)")
+    kernels = commands.add_parser("kernels", help="compile the attention kernels for GPUs that need not be here, and read the machine code")
+    kernels.add_argument("--targets", type=_names, default=["gfx942", "gfx950", "sm_90", "sm_100"], metavar="A,B", help="what to compile for")
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     return top
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     from safetensors import SafetensorError
 
     try:
-        if args.command == "generate":
-            return _generate(args)
+        if args.command in ("generate", "roofline", "kernels"):
+            return {"generate": _generate, "roofline": _roofline, "kernels": _kernels}[args.command](args)
         return _stages(args)
     except (ValueError, OSError, FloatingPointError, SafetensorError) as error:
         if os.environ.get("CDLM_TRACEBACK"):
@@ -155,6 +174,70 @@ def _print_table(run) -> None:
     console.print(table)
     for line in report.summary_lines(own):
         console.print(line, highlight=False)
+
+
+def _write_file(path: Path, value: dict) -> None:
+    from cdlm.trajectories import write_json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, value)
+
+
+def _roofline(args: argparse.Namespace) -> int:
+    from cdlm import roofline
+    from cdlm.families.shapes import SHAPES
+
+    given = {"block": args.block, "batch": args.batch, "context": args.context, "generate": args.generate, "tpf": args.tpf}
+    roofline.check(hardware=args.hardware, modes=args.mode, **given)
+    if args.model in SHAPES:
+        shape = SHAPES[args.model]
+    elif Path(args.model).exists():
+        import json
+
+        file = Path(args.model) / "config.json" if Path(args.model).is_dir() else Path(args.model)
+        try:
+            config = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is not JSON: {error}") from None
+        shape = roofline.shape_of_config(config, str(file))
+    else:
+        raise ValueError(f"no model {args.model!r}: neither a file or folder here nor one of {', '.join(SHAPES)}")
+    if args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--plot {args.plot}: allowed endings: .png, .pdf, .svg")
+    found = [roofline.analyse(shape, roofline.HARDWARE[card], mode, **given) for card in args.hardware for mode in args.mode]
+    print(f"{args.model}: {shape.parameters / 1e9:.2f} G parameters, batch {args.batch}, {args.context} + {args.generate} tokens, blocks of {args.block}")
+    print(roofline.table(found))
+    for f in found:
+        if f["proposals"] is not None:
+            print(f"{f['hardware']}: attention over a long cache takes in about {f['proposals']:.1f} blocks of {args.block} a forward for free")
+        if args.operators:
+            print(f"\n{f['hardware']}, {f['mode']}:\n{roofline.operator_table(f)}")
+    if args.json is not None:
+        _write_file(args.json, {"model": args.model, **given, "results": found})
+    if args.plot is not None:
+        from cdlm.evaluate import roofline_plot
+
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        roofline_plot.draw(found, args.plot, f"{args.model}, batch {args.batch}")
+    return 0
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None:
+        raise ValueError("triton is not installed: pip install 'cdlm[kernels]'")
+    from cdlm.attention import machine_code
+
+    machine_code.check_targets(args.targets)
+    found = machine_code.survey(args.targets, workers=os.cpu_count() or 1)
+    print(machine_code.table(found))
+    if args.json is not None:
+        _write_file(args.json, machine_code.as_json(found))
+    faults = [f"{r.kernel} on {r.target} at head dimension {r.head_dim}: {r.fault}" for r in found if r.fault]
+    for fault in faults:
+        print(f"cdlm: error: {fault}", file=sys.stderr)
+    return 1 if faults else 0
 
 
 def _generate(args: argparse.Namespace) -> int:

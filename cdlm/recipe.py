@@ -166,6 +166,7 @@ class Recipe:
     scratch: Scratch | None = None
     family: str | None = None
     dtype: str = "float32"
+    attention: str = "auto"
     device: str = "cpu"
     seed: int = 0
     folder: Path = field(default=Path("."), metadata={"internal": True})
@@ -311,7 +312,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
 
 def check(recipe: Recipe) -> None:
     """Limits and relations between values. Touches only files that the recipe names."""
-    from cdlm.families import DTYPES, FAMILIES
+    from cdlm.families import ATTENTION, DTYPES, FAMILIES
 
     def within(name: str, value: float, low: float, high: float = float("inf")) -> None:
         if not low <= value <= high or value == float("inf"):
@@ -330,6 +331,7 @@ def check(recipe: Recipe) -> None:
     if r.family is not None:
         one_of("family", r.family, FAMILIES)
     one_of("dtype", r.dtype, DTYPES)
+    one_of("attention", r.attention, ATTENTION)
     one_of("train.objective", t.objective, OBJECTIVES)
     within("decode.max_new_tokens", d.max_new_tokens, 1)
     within("decode.block_length", d.block_length, 1)

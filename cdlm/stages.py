@@ -54,10 +54,12 @@ class Run:
         if r.scratch is not None:
             from cdlm.families import scratch
 
-            return scratch.build(
+            model = scratch.build(
                 r.path(r.scratch.config), r.path(r.scratch.tokenizer), init=r.scratch.init, seed=r.seed, dtype=families.DTYPES[r.dtype]
             ).to(r.device)
-        return families.load(r.model_path(), family=r.family, dtype=r.dtype, device=r.device)
+            families.set_attention(model.hf, r.attention, r.device)
+            return model
+        return families.load(r.model_path(), family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
 
     def tokenizer(self, facts: families.Facts) -> Any:
         r = self.recipe
@@ -139,7 +141,7 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": _file_hash(r.path(r.data.test))}
-    measured["device"] = r.device
+    measured |= {"device": r.device, "attention": r.attention}
     return measured if stage == "evaluate" else {**measured, **r.section("export")}
 
 
@@ -323,7 +325,8 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         return DiffusionLM(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
-    student = families.load(run.student, family=base.family, dtype=run.recipe.dtype, device=run.recipe.device)
+    r = run.recipe
+    student = families.load(run.student, family=base.family, dtype=r.dtype, device=r.device, attention=r.attention)
     return DiffusionLM(student.hf, base.facts, base.family).eval(), None
 
 
@@ -341,7 +344,7 @@ def evaluate(run: Run) -> None:
         teacher = run.load_teacher()
         student, peft_model = load_student(run, teacher)
     else:
-        teacher = student = families.load(run.student, family=r.family, dtype=r.dtype, device=r.device)
+        teacher = student = families.load(run.student, family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
         peft_model = None
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)

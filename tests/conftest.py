@@ -5,6 +5,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on CPU tensors
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "recipes" / "tiny"
 
 
-def random_hf(kind: str = "qwen2", *, seed: int = 0, vocab: int = 57, heads: int = 4, kv_heads: int = 2, scale: float = 3.0):
+def random_hf(kind: str = "qwen2", *, seed: int = 0, vocab: int = 58, heads: int = 4, kv_heads: int = 2, scale: float = 3.0):
     """A random stock model, 2 layers of width 32. Its weights are scaled up so that confidences spread out."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,7 +40,7 @@ def random_model(kind: str = "qwen2", *, facts: dict | None = None, **values):
     return DiffusionLM(random_hf(kind, **values), Facts(**{**base, **(facts or {})}), "native").eval()
 
 
-def random_prompts(lengths: list[int], *, seed: int = 0, vocab: int = 57):
+def random_prompts(lengths: list[int], *, seed: int = 0, vocab: int = 58):
     """Left-padded random prompts of these lengths: ids [B, P] and the padding mask."""
     from cdlm.data import pad_left
 

@@ -45,7 +45,7 @@ def _fill_shapes() -> None:
 
 
 _fill_shapes()
-INTERPRETED = (Shape(16, 16, 4, 1),) * 3
+INTERPRETED = (Shape(64, 64, 4, 1), Shape(64, 32, 4, 1), Shape(32, 64, 4, 1))
 
 
 def interpreted() -> bool:
@@ -71,6 +71,8 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """A ValueError for what the kernel does not have."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"the triton backend got dtypes {q.dtype}, {k.dtype}, {v.dtype}; allowed: one of {', '.join(map(str, DTYPES))} for all")
+    if interpreted() and q.dtype == torch.bfloat16:
+        raise ValueError("Triton's interpreter multiplies the bits of bfloat16 as integers; allowed in it: torch.float16, torch.float32")
     if q.shape[-1] not in HEAD_DIMS or v.shape[-1] != q.shape[-1]:
         raise ValueError(f"the triton backend got head dimensions {q.shape[-1]} and {v.shape[-1]}; allowed: {', '.join(map(str, HEAD_DIMS))}, the same for both")
     if q.device.type == "cpu" and not interpreted():

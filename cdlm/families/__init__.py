@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from cdlm import attention as attending
 from cdlm.families import native
 from cdlm.families.base import DiffusionLM, Facts
 
 FAMILIES: dict[str, ModuleType] = {module.NAME: module for module in (native,)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION = ("auto", *attending.BACKENDS)
 
-__all__ = ["DTYPES", "FAMILIES", "DiffusionLM", "Facts", "find", "load", "load_tokenizer", "read_config", "save_tokenizer"]
+__all__ = [
+    "ATTENTION", "DTYPES", "FAMILIES", "DiffusionLM", "Facts", "find", "load", "load_tokenizer", "read_config", "save_tokenizer", "set_attention",
+]  # fmt: skip
 
 
 def read_config(path_or_id: str | Path) -> dict[str, Any]:
@@ -63,8 +67,12 @@ def load(
     family: str | None = None,
     dtype: torch.dtype | str = torch.float32,
     device: str = "cpu",
+    attention: str = "auto",
 ) -> DiffusionLM:
-    """A checkpoint as a `DiffusionLM` with `.facts`, in eval mode. No remote code is run."""
+    """A checkpoint as a `DiffusionLM` with `.facts`, in eval mode. No remote code is run.
+
+    attention: a backend of cdlm.attention, or "auto" (on a CPU transformers' own sdpa).
+    """
     from transformers import AutoModelForCausalLM
 
     if isinstance(dtype, str):
@@ -78,7 +86,17 @@ def load(
         hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     except SafetensorError as error:
         raise ValueError(f"the weights at {path_or_id} can't be read: {error}") from None
+    set_attention(hf, attention, device)
     return DiffusionLM(hf.to(device), facts, module.NAME).eval()
+
+
+def set_attention(hf: Any, backend: str, device: str) -> None:
+    """Give a transformers model one of this package's attention backends."""
+    if backend not in ATTENTION:
+        raise ValueError(f"attention is {backend!r}; allowed: {', '.join(ATTENTION)}")
+    if backend != "auto" or torch.device(device).type != "cpu":
+        attending.register()
+        hf.set_attn_implementation(attending.PREFIX + backend)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdlm import masks
+from cdlm import attention, masks
 from cdlm.cache import BlockCache
 
 CHOICES = {
@@ -84,6 +84,11 @@ class DiffusionLM(nn.Module):
         )
         return out.last_hidden_state
 
+    def _mask(self, seen: masks.Sight) -> Tensor:
+        """A mask in the form that the model's attention takes."""
+        ours = self.hf.config._attn_implementation.startswith(attention.PREFIX)
+        return seen.packed() if ours else masks.dense(seen)
+
     def _align(self, row_BLD: Tensor, before_BD: Tensor | None) -> Tensor:
         """Rows such that row i predicts token i. `before` precedes the first row (None: there is nothing before it)."""
         if not self.facts.logit_shift:
@@ -112,7 +117,7 @@ class DiffusionLM(nn.Module):
         else:
             assert prompt_length_B is not None
             horizon_BL = self._horizon(position_BL, prompt_length_B, block_length)
-        mask = masks.dense(masks.clean(horizon_BL, position_BL, valid_BL))
+        mask = self._mask(masks.clean(horizon_BL, position_BL, valid_BL))
         return self._align(self._rows(ids_BL, mask, position_BL, None), None)
 
     def sequence_logits(self, *args, **kwargs) -> Tensor:
@@ -143,7 +148,7 @@ class DiffusionLM(nn.Module):
             fresh_valid_BL = torch.cat([commit[1], torch.ones_like(block_BS, dtype=torch.bool)], dim=1)
             count = commit[0].shape[1]
         position_BL = cache.next_position_B[:, None] + masks.positions(fresh_valid_BL)
-        mask = masks.dense(masks.clean(
+        mask = self._mask(masks.clean(
             self._horizon(position_BL, cache.prompt_length_B, block_length),
             torch.cat([cache.position_BK, position_BL], dim=1),
             torch.cat([cache.valid_BK, fresh_valid_BL], dim=1),

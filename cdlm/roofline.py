@@ -1,0 +1,339 @@
+"""What decoding would cost on an accelerator, without running it: FLOP, bytes and a bound on time, operator by operator.
+
+Operators are counted as eager PyTorch runs them: every operator reads its inputs from memory and writes its output there, in the
+dtype of the model; attention is one fused operator (its scores stay on chip); a gated MLP is four (gate, up, activation and product,
+down) plus one; norms, rotary embeddings and residual additions count too. The time of an operator is the longer of FLOP over peak rate
+and bytes over bandwidth; a forward is their sum. Real kernels reach 75 to 90 % of either.
+
+Modes (q: queries a sequence and forward):
+    ar     autoregressive: q = 1, against a cache
+    dlm    vanilla diffusion LM: the whole of prompt and generation in every forward, no cache, one token a step
+    block  block diffusion with a cache: q = block length, `tpf` tokens a forward
+    tidar  draft and verify in one forward: q = K (K + 1) for a block of K, `tpf` tokens a forward
+
+The cache holds the prompt and, on average over a generation, half of it. Prefill is not counted.
+(CDLM, arXiv 2511.19269, appendix on arithmetic intensity; the roofline of Williams et al., 2009.)
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MODES = ("ar", "dlm", "block", "tidar")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """An accelerator by its data sheet: dense bf16 and fp8 rates in FLOP/s, bandwidth in bytes/s, memory in bytes."""
+
+    name: str
+    bf16: float
+    fp8: float | None
+    bandwidth: float
+    memory: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOP a byte from which bf16 is bound by compute."""
+        return self.bf16 / self.bandwidth
+
+
+# Vendor data sheets; B200 at the bandwidth that cards report; MI355X from clock times rate.
+HARDWARE = {
+    name: Hardware(name, bf16 * 1e12, None if fp8 is None else fp8 * 1e12, bandwidth * 1e12, memory * 1e9)
+    for name, bf16, fp8, bandwidth, memory in (
+        ("A100", 312.0, None, 2.039, 80), ("H100", 989.4, 1979.0, 3.35, 80), ("H200", 989.4, 1979.0, 4.8, 141),
+        ("B200", 2250.0, 4500.0, 7.7, 180), ("MI300X", 1307.4, 2614.9, 5.3, 192), ("MI325X", 1307.4, 2614.9, 6.0, 256),
+        ("MI355X", 2516.6, 5033.0, 8.0, 288),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder by its sizes. experts 0 means dense; with experts, `dense_layers` layers keep a dense MLP of width `intermediate`.
+
+    shared_intermediate: width of an MLP that every token passes beside the experts. window: keys that a sliding layer sees, for
+    `sliding_layers` of the layers. mixing: further parameters of a layer that every token passes (convolutions, a router's MLP).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    dense_layers: int = 0
+    sliding_layers: int = 0
+    window: int = 0
+    tied: bool = False
+    mixing: int = 0
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer's four projections."""
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def parameters(self) -> int:
+        """All weights, norms aside."""
+        gated = 3 * self.hidden
+        dense = (self.layers - self.moe_layers) * gated * self.intermediate
+        moe = self.moe_layers * (gated * (self.experts * self.expert_intermediate + self.shared_intermediate) + self.hidden * self.experts)
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (self.attention_parameters + self.mixing) + dense + moe + embeddings
+
+    def kv_bytes(self, tokens: int, size: float) -> float:
+        """Cache of one sequence; sliding layers keep their window."""
+        full = self.layers - self.sliding_layers
+        kept = full * tokens + self.sliding_layers * min(tokens, self.window or tokens)
+        return 2 * self.kv_heads * self.head_dim * size * kept
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A group of equal operators in one forward."""
+
+    name: str
+    flop: float
+    bytes: float
+
+    def seconds(self, hardware: Hardware) -> float:
+        return max(self.flop / hardware.bf16, self.bytes / hardware.bandwidth)
+
+    def bound(self, hardware: Hardware) -> str:
+        return "compute" if self.flop / hardware.bf16 > self.bytes / hardware.bandwidth else "memory"
+
+
+def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
+    """Expected number of experts that at least one of the tokens is sent to, if routing is uniform: E (1 - (1 - k/E)^tokens)."""
+    return experts * (1 - (1 - per_token / experts) ** tokens)
+
+
+def queries(mode: str, block: int, context: int, generate: int) -> int:
+    """Tokens of a sequence in one forward."""
+    return {"ar": 1, "dlm": context + generate, "block": block, "tidar": block * (block + 1)}[mode]
+
+
+def operators(shape: Shape, mode: str, *, block: int, batch: int, context: int, generate: int, size: float = 2) -> list[Operator]:
+    """All operators of one forward. size: bytes of a value."""
+    q = queries(mode, block, context, generate)
+    rows = batch * q
+    cached = 0 if mode == "dlm" else context + generate / 2
+    width, kv_width, d = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    out: list[Operator] = []
+
+    def linear(name: str, times: float, inside: int, outside: int, tokens: float = rows, copies: float = 1) -> None:
+        """`times` products of [tokens, inside] with `copies` matrices; tokens are shared out among the copies."""
+        flop = 2.0 * tokens * inside * outside
+        moved = inside * outside * copies + tokens * (inside + outside)
+        out.append(Operator(name, times * flop, times * moved * size))
+
+    def pointwise(name: str, times: float, values: float) -> None:
+        """`times` operators that move `values` numbers a token, and compute one a number."""
+        out.append(Operator(name, times * rows * values, times * rows * values * size))
+
+    layers = shape.layers
+    linear("attention: q", layers, d, width)
+    linear("attention: k", layers, d, kv_width)
+    linear("attention: v", layers, d, kv_width)
+    pointwise("attention: rotary", layers, 2 * (width + kv_width))
+    for name, count, keys in (
+        ("attention: scores and values", layers - shape.sliding_layers, cached + q),
+        ("attention: scores and values, sliding", shape.sliding_layers, min(cached, shape.window or cached) + q),
+    ):
+        if count:
+            flop = 4.0 * batch * q * keys * width
+            out.append(Operator(name, count * flop, count * size * batch * (2 * keys * kv_width + 2 * q * width)))
+    linear("attention: output", layers, width, d)
+    pointwise("norms", 2 * layers + 1, 2 * d)
+    pointwise("residual additions", 2 * layers, 3 * d)
+    if shape.mixing:
+        out.append(Operator("mixing", layers * 2.0 * rows * shape.mixing, layers * size * shape.mixing))
+
+    def mlp(name: str, times: float, inner: int, tokens: float = rows, copies: float = 1) -> None:
+        for part in ("gate", "up"):
+            linear(f"{name}: {part}", times, d, inner, tokens, copies)
+        share = tokens / rows
+        pointwise(f"{name}: activation", times, 2 * inner * share)
+        pointwise(f"{name}: product", times, 3 * inner * share)
+        linear(f"{name}: down", times, inner, d, tokens, copies)
+
+    dense = layers - shape.moe_layers
+    if dense:
+        mlp("mlp", dense, shape.intermediate)
+    if shape.moe_layers:
+        linear("router", shape.moe_layers, d, shape.experts)
+        touched = distinct_experts(shape.experts, shape.experts_per_token, rows)
+        mlp("experts", shape.moe_layers, shape.expert_intermediate, rows * shape.experts_per_token, touched)
+        if shape.shared_intermediate:
+            mlp("shared mlp", shape.moe_layers, shape.shared_intermediate)
+    linear("lm_head", 1, d, shape.vocab)
+    return out
+
+
+def intensity(ops: Iterable[Operator]) -> float:
+    """FLOP a byte of all operators together."""
+    held = list(ops)
+    return sum(op.flop for op in held) / sum(op.bytes for op in held)
+
+
+def largest_memory_bound_batch(shape: Shape, hardware: Hardware, mode: str, *, block: int, context: int, generate: int) -> int | None:
+    """The largest batch whose intensity is under the ridge; 0 if batch 1 is above it, None if no batch reaches it."""
+
+    def under(batch: int) -> bool:
+        return intensity(operators(shape, mode, block=block, batch=batch, context=context, generate=generate)) < hardware.ridge
+
+    if not under(1):
+        return 0
+    high = 2
+    while under(high):
+        high *= 2
+        if high > 1 << 20:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if under(middle) else (low, middle)
+    return low
+
+
+def proposals(shape: Shape, hardware: Hardware, block: int, size: float = 2) -> float:
+    """Blocks of queries that attention over a long cache takes in for free: ridge / (G block), G query heads a key-value head.
+
+    Attention does 4 H D FLOP a query and key, and reads 2 size G_kv D bytes a key, whatever the length: its intensity is
+    q G 2 / size, and q may grow until that is the ridge.
+    """
+    return hardware.ridge / (2 / size * shape.heads / shape.kv_heads) / block
+
+
+def analyse(
+    shape: Shape, hardware: Hardware, mode: str, *, block: int = 32, batch: int = 1, context: int = 512, generate: int = 256, tpf: float = 3.0,
+) -> dict[str, Any]:
+    """Everything `cdlm roofline` prints of one model, card and mode; times in seconds, sizes in bytes."""
+    given = {"block": block, "context": context, "generate": generate}
+    ops = operators(shape, mode, batch=batch, **given)
+    per_forward = {"ar": 1.0, "dlm": 1.0, "block": tpf, "tidar": tpf}[mode]
+    spent = sum(op.seconds(hardware) for op in ops)
+    ar = sum(op.seconds(hardware) for op in operators(shape, "ar", batch=batch, **given))
+    found = intensity(ops)
+    q = queries(mode, **given)
+    weights, cache = shape.parameters * 2.0, batch * shape.kv_bytes(context + generate, 2)
+    return {
+        "hardware": hardware.name,
+        "mode": mode,
+        "queries": q,
+        "flop": sum(op.flop for op in ops),
+        "bytes": sum(op.bytes for op in ops),
+        "intensity": found,
+        "ridge": hardware.ridge,
+        "peak_flop_per_second": hardware.bf16,
+        "bound": "compute" if found >= hardware.ridge else "memory",
+        "seconds_per_forward": spent,
+        "tpf": per_forward,
+        "tokens_per_second": batch * per_forward / spent,
+        "speedup_over_ar": per_forward * ar / spent,
+        "largest_memory_bound_batch": largest_memory_bound_batch(shape, hardware, mode, **given),
+        "distinct_experts": distinct_experts(shape.experts, shape.experts_per_token, batch * q) if shape.experts else None,
+        "proposals": proposals(shape, hardware, block) if mode == "tidar" else None,
+        "weight_bytes": weights,
+        "kv_bytes": cache if mode != "dlm" else 0.0,
+        "memory_bytes": hardware.memory,
+        "fits": weights + (cache if mode != "dlm" else 0.0) <= hardware.memory,
+        "operators": [
+            {"name": op.name, "flop": op.flop, "bytes": op.bytes, "seconds": op.seconds(hardware), "bound": op.bound(hardware)} for op in ops
+        ],
+    }
+
+
+def check(*, hardware: list[str], modes: list[str], block: int, batch: int, context: int, generate: int, tpf: float) -> None:
+    """A ValueError that names the first bad value and what is allowed."""
+    for names, known, what in ((hardware, tuple(HARDWARE), "hardware"), (modes, MODES, "mode")):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(known)}")
+    for name, value in (("block", block), ("batch", batch), ("context", context), ("generate", generate)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if not 0 < tpf <= block:
+        raise ValueError(f"tpf is {tpf}; it must be above 0 and at most the block length, {block}")
+
+
+def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
+    """Sizes from a config.json in transformers' words, and the words that its derivatives use for the same things."""
+    config = config.get("text_config", config)
+
+    def size(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if config.get(name) is not None:
+                return int(config[name])
+        if default is None:
+            raise ValueError(f"{where} has none of {', '.join(names)}; roofline needs one of them")
+        return default
+
+    hidden, heads = size("hidden_size", "d_model"), size("num_attention_heads", "n_heads")
+    experts = size("num_experts", "n_routed_experts", "num_local_experts", default=0)
+    expert_width = size("moe_intermediate_size", "expert_intermediate_size", default=0)
+    layers = size("num_hidden_layers", "n_layers")
+    intermediate = size("intermediate_size", "mlp_hidden_size", "dense_intermediate_size", default=expert_width)
+    kinds = config.get("layer_types") or []
+    return Shape(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=size("num_key_value_heads", "n_kv_heads", default=heads),
+        head_dim=size("head_dim", default=hidden // heads), intermediate=intermediate, vocab=size("vocab_size", "embedding_size"),
+        experts=experts, experts_per_token=size("num_experts_per_tok", "top_k_experts", default=1) if experts else 0,
+        expert_intermediate=(expert_width or intermediate) if experts else 0,
+        shared_intermediate=size("num_shared_experts", "n_shared_experts", default=0) * expert_width if experts else 0,
+        dense_layers=size("first_k_dense_replace", default=0) if experts else 0,
+        sliding_layers=kinds.count("sliding_attention"), window=size("sliding_window", default=0) if kinds else 0,
+        tied=bool(config.get("tie_word_embeddings", config.get("weight_tying", False))),
+    )  # fmt: skip
+
+
+def _count(value: float, units: tuple[str, ...] = ("", "k", "M", "G", "T", "P")) -> str:
+    for unit in units:
+        if value < 1000 or unit == units[-1]:
+            return f"{value:.3g} {unit}".rstrip() if value < 1000 else f"{value:.0f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """One line a card and mode."""
+    head = (
+        "hardware", "mode", "queries", "FLOP/byte", "ridge", "bound", "ms/forward", "TPF", "tokens/s", "over AR", "memory-bound to batch",
+        "experts", "weights GB", "cache GB", "fits",
+    )  # fmt: skip
+    lines = [head]
+    for f in found:
+        batch = f["largest_memory_bound_batch"]
+        lines.append((
+            f["hardware"], f["mode"], str(f["queries"]), f"{f['intensity']:.1f}", f"{f['ridge']:.0f}", f["bound"],
+            f"{f['seconds_per_forward'] * 1e3:.2f}", f"{f['tpf']:g}", f"{f['tokens_per_second']:.0f}", f"{f['speedup_over_ar']:.2f}",
+            "any" if batch is None else str(batch), "-" if f["distinct_experts"] is None else f"{f['distinct_experts']:.1f}",
+            f"{f['weight_bytes'] / 1e9:.1f}", f"{f['kv_bytes'] / 1e9:.2f}", f"{'yes' if f['fits'] else 'no'}, of {f['memory_bytes'] / 1e9:.0f}",
+        ))  # fmt: skip
+    return _columns(lines)
+
+
+def operator_table(found: dict[str, Any]) -> str:
+    """One line an operator of one card and mode."""
+    lines = [("operator", "FLOP", "bytes", "FLOP/byte", "us", "bound")]
+    lines += [
+        (op["name"], _count(op["flop"]), _count(op["bytes"]), f"{op['flop'] / op['bytes']:.1f}", f"{op['seconds'] * 1e6:.1f}", op["bound"])
+        for op in found["operators"]
+    ]
+    return _columns(lines)
+
+
+def _columns(lines: list[tuple[str, ...]]) -> str:
+    width = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, width, strict=True)).rstrip() for line in lines)

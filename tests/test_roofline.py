@@ -1,0 +1,146 @@
+"""The roofline against the paper's numbers, against hand counts, and against real weights."""
+
+import json
+
+import pytest
+from conftest import TINY
+
+from cdlm import cli, roofline
+from cdlm.families.shapes import SHAPES
+
+# CDLM, arXiv 2511.19269, arithmetic intensity on A100 in FLOP a byte; prompt 512, generation 256.
+PAPER = [
+    ("llama-3.1-8b", "ar", 32, {1: 1.0, 2: 2.0, 4: 4.0, 8: 7.8, 128: 71.3}),
+    ("llada-8b", "dlm", 32, {1: 438.9, 2: 619.2, 4: 779.3, 64: 1028.6, 128: 1039.7}),
+    ("llada-8b", "block", 4, {1: 4.0}),
+    ("llada-8b", "block", 16, {1: 15.8}),
+    ("llada-8b", "block", 32, {1: 31.1}),
+]
+
+
+@pytest.mark.parametrize(
+    "name, mode, block, batch, wanted", [(n, m, b, batch, ai) for n, m, b, found in PAPER for batch, ai in found.items()]
+)
+def test_the_papers_intensities_within_a_tenth(name, mode, block, batch, wanted):
+    ops = roofline.operators(SHAPES[name], mode, block=block, batch=batch, context=512, generate=256)
+    assert roofline.intensity(ops) == pytest.approx(wanted, rel=0.1)
+
+
+def test_the_papers_ridge():
+    assert roofline.HARDWARE["A100"].ridge == pytest.approx(153.0, abs=0.1)
+
+
+def test_block_proposals_of_zyphra():
+    """"About 3" on MI300X and "about 5" on MI355X: ridge 246.7 / (4 x 16) = 3.85, and 314.6 / 64 = 4.92."""
+    shape = SHAPES["zaya1-8b"]
+    assert roofline.proposals(shape, roofline.HARDWARE["MI300X"], 16) == pytest.approx(1307.4 / 5.3 / 64)
+    assert int(roofline.proposals(shape, roofline.HARDWARE["MI300X"], 16)) == 3
+    assert round(roofline.proposals(shape, roofline.HARDWARE["MI355X"], 16)) == 5
+
+
+def test_distinct_experts():
+    assert roofline.distinct_experts(16, 1, 16) == pytest.approx(10.3, abs=0.01)  # 16 (1 - (15/16)^16)
+    assert roofline.distinct_experts(16, 1, 1) == pytest.approx(1.0)
+    assert roofline.distinct_experts(128, 8, 1) == pytest.approx(8.0)
+
+
+def test_a_forward_counted_by_hand():
+    """1 layer, width 4, 2 heads of 2, 1 key-value head, MLP 6, vocabulary 10; 3 queries against 5 + 2/2 = 6 cached keys."""
+    shape = roofline.Shape(layers=1, hidden=4, heads=2, kv_heads=1, head_dim=2, intermediate=6, vocab=10)
+    ops = {op.name: op for op in roofline.operators(shape, "block", block=3, batch=1, context=5, generate=2)}
+    assert ops["attention: q"].flop == 2 * 3 * 4 * 4 and ops["attention: q"].bytes == 2 * (16 + 3 * 8)
+    assert ops["attention: k"].flop == 2 * 3 * 4 * 2 and ops["attention: k"].bytes == 2 * (8 + 3 * 6)
+    assert ops["attention: scores and values"].flop == 4 * 3 * 9 * 4
+    assert ops["attention: scores and values"].bytes == 2 * (2 * 9 * 2 + 2 * 3 * 4)
+    assert ops["mlp: down"].flop == 2 * 3 * 6 * 4 and ops["mlp: product"].bytes == 2 * 3 * 18
+    assert ops["lm_head"].flop == 2 * 3 * 4 * 10 and ops["lm_head"].bytes == 2 * (40 + 3 * 14)
+    assert shape.parameters == 4 * 2 * 2 * 3 + 3 * 4 * 6 + 2 * 40
+    assert shape.kv_bytes(7, 2) == 2 * 1 * 2 * 2 * 7
+
+
+@pytest.mark.parametrize("name, billions", [
+    ("llada-8b", 8.02), ("dream-7b", 7.62), ("llama-3.1-8b", 8.03), ("qwen2.5-7b", 7.62), ("llada2-mini", 16.3), ("zaya1-8b", 8.8),
+    ("diffusiongemma-26b-a4b", 25.2),
+])  # fmt: skip
+def test_parameters_are_those_of_the_model_cards(name, billions):
+    assert SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_config_is_counted_as_the_real_model_is():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = roofline.shape_of_config(json.loads((TINY / "teacher" / "config.json").read_text()), "config.json")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY / "teacher"))
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert shape.parameters == matrices
+
+
+def test_a_moe_config_is_counted_as_the_real_model_is():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False,
+    )
+    shape = roofline.shape_of_config(config.to_dict(), "config.json")
+    assert shape.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters() if p.ndim > 1)
+    assert shape.experts == 6 and shape.experts_per_token == 2
+
+
+def test_a_sliding_layer_keeps_its_window():
+    shape = roofline.Shape(layers=6, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=8, vocab=9, sliding_layers=5, window=100)
+    assert shape.kv_bytes(1000, 2) == 2 * 4 * 2 * (1000 + 5 * 100)
+
+
+def test_the_largest_memory_bound_batch_is_the_last_one_under_the_ridge():
+    shape, card, given = SHAPES["llada-8b"], roofline.HARDWARE["A100"], {"block": 32, "context": 512, "generate": 256}
+    batch = roofline.largest_memory_bound_batch(shape, card, "block", **given)
+    found = [roofline.intensity(roofline.operators(shape, "block", batch=b, **given)) for b in (batch, batch + 1)]
+    assert found[0] < card.ridge <= found[1]
+    assert roofline.largest_memory_bound_batch(shape, card, "dlm", **given) == 0
+
+
+def test_what_a_line_says_follows_from_the_operators():
+    shape, card = SHAPES["llada2-mini"], roofline.HARDWARE["MI300X"]
+    found = roofline.analyse(shape, card, "block", batch=2, tpf=4.0)
+    ar = roofline.analyse(shape, card, "ar", batch=2)
+    assert found["seconds_per_forward"] == pytest.approx(sum(op["seconds"] for op in found["operators"]))
+    assert found["tokens_per_second"] == pytest.approx(2 * 4.0 / found["seconds_per_forward"])
+    assert found["speedup_over_ar"] == pytest.approx(found["tokens_per_second"] / ar["tokens_per_second"])
+    assert found["bound"] == "memory" and ar["speedup_over_ar"] == pytest.approx(1.0)
+    assert roofline.analyse(SHAPES["llada-8b"], roofline.HARDWARE["A100"], "block", batch=100000)["fits"] is False
+
+
+def test_the_command_prints_writes_and_draws(tmp_path, capsys):
+    arguments = ["roofline", "zaya1-8b", "--hardware", "MI300X,H100", "--mode", "ar,block,tidar", "--block", "16", "--operators"]
+    assert cli.main([*arguments, "--json", str(tmp_path / "a" / "x.json"), "--plot", str(tmp_path / "b" / "x.png")]) == 0
+    said = capsys.readouterr().out
+    assert "MI300X: attention over a long cache takes in about 3.9 blocks of 16" in said and "experts: down" in said
+    results = json.loads((tmp_path / "a" / "x.json").read_text())["results"]
+    assert [(r["hardware"], r["mode"]) for r in results] == [(h, m) for h in ("MI300X", "H100") for m in ("ar", "block", "tidar")]
+    assert (tmp_path / "b" / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_is_read(capsys):
+    assert cli.main(["roofline", str(TINY / "teacher"), "--hardware", "H100", "--mode", "ar"]) == 0
+    assert "H100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["llada-8b", "--hardware", "MI300"], "unknown hardware 'MI300'; allowed: A100, H100, H200, B200, MI300X, MI325X, MI355X"),
+    (["llada-8b", "--mode", "mtp"], "unknown mode 'mtp'; allowed: ar, dlm, block, tidar"),
+    (["llada-9b"], "no model 'llada-9b': neither a file or folder here nor one of llada-8b"),
+    (["llada-8b", "--batch", "0"], "batch is 0; it must be at least 1"),
+    (["llada-8b", "--tpf", "33"], "tpf is 33.0; it must be above 0 and at most the block length, 32"),
+    (["llada-8b", "--plot", "x.txt"], "--plot x.txt: allowed endings: .png, .pdf, .svg"),
+])  # fmt: skip
+def test_bad_input_is_one_line(arguments, said, capsys):
+    assert cli.main(["roofline", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"cdlm: error: {said}") and error.count("\n") == 1
+
+
+def test_a_config_without_sizes_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_attention_heads": 2}')
+    assert cli.main(["roofline", str(tmp_path)]) == 2
+    assert "config.json has none of num_hidden_layers, n_layers" in capsys.readouterr().err
