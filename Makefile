@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher ablation results smoke test check clean
+.PHONY: setup distill teacher ablation results smoke kernels gpu-check test check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
@@ -29,6 +29,14 @@ results: $(VENV)/.run
 smoke: $(VENV)/.run
 	rm -rf runs/smoke
 	$(BIN)/cdlm distill recipes/smoke.yaml
+
+# Compiles the attention kernels for GPUs that need not be here; fails on a spill.
+kernels: $(VENV)/.dev
+	$(BIN)/cdlm kernels $(ARGS)
+
+# On a machine with a GPU: is attention right there, and how fast? Writes eval/results/<device>.json.
+gpu-check: $(VENV)/.dev
+	$(BIN)/python eval/gpu_check.py $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -55,8 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     roof.add_argument("--operators", action="store_true", help="also print every operator")
     roof.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     roof.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline there (png, pdf, svg)")
-    kernels = commands.add_parser("kernels", help="compile the attention kernels for GPUs that need not be here, and read the machine code")
-    kernels.add_argument("--targets", type=_names, default=["gfx942", "gfx950", "sm_90", "sm_100"], metavar="A,B", help="what to compile for")
+    kernels = commands.add_parser("kernels", help="compile the attention kernels for GPUs that need not be here")
+    targets = ["gfx942", "gfx950", "sm_90", "sm_100"]
+    kernels.add_argument("--targets", type=_names, default=targets, metavar="A,B", help=f"what to compile for (default: {','.join(targets)})")
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     return top
 
@@ -205,11 +206,13 @@ def _roofline(args: argparse.Namespace) -> int:
     if args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {args.plot}: allowed endings: .png, .pdf, .svg")
     found = [roofline.analyse(shape, roofline.HARDWARE[card], mode, **given) for card in args.hardware for mode in args.mode]
-    print(f"{args.model}: {shape.parameters / 1e9:.2f} G parameters, batch {args.batch}, {args.context} + {args.generate} tokens, blocks of {args.block}")
+    size = f"{shape.parameters / 1e9:.2f} G parameters"
+    print(f"{args.model}: {size}, batch {args.batch}, {args.context} + {args.generate} tokens, blocks of {args.block}")
     print(roofline.table(found))
     for f in found:
         if f["proposals"] is not None:
-            print(f"{f['hardware']}: attention over a long cache takes in about {f['proposals']:.1f} blocks of {args.block} a forward for free")
+            free = f"about {f['proposals']:.1f} blocks of {args.block}"
+            print(f"{f['hardware']}: attention over a long cache takes in {free} a forward for free")
         if args.operators:
             print(f"\n{f['hardware']}, {f['mode']}:\n{roofline.operator_table(f)}")
     if args.json is not None:

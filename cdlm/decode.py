@@ -332,7 +332,7 @@ def _trim(
     return Decoded(ids_BN, filled_BN, steps, commits, list(steps), output_tokens, decoded, stop)
 
 
-def greedy(config: DecodeConfig, **changes) -> DecodeConfig:
+def changed(config: DecodeConfig, **changes) -> DecodeConfig:
     """The same decoding with some values changed; setting one way of revealing clears the other two."""
     ways = ("confidence_threshold", "tokens_per_step", "steps")
     if any(way in changes for way in ways):

@@ -44,7 +44,7 @@ class Sight:
     def __post_init__(self) -> None:
         shapes = {name: tuple(getattr(self, name).shape) for name in ("horizon_BQ", "group_BQ", "position_BK", "group_BK")}
         if shapes["horizon_BQ"] != shapes["group_BQ"] or shapes["position_BK"] != shapes["group_BK"]:
-            raise ValueError(f"horizon and group of the queries, and position and group of the keys, have one shape each; these have {shapes}")
+            raise ValueError(f"horizon and group of the queries have one shape, position and group of the keys one; these have {shapes}")
         if len(shapes["horizon_BQ"]) != 2 or len(shapes["position_BK"]) != 2 or shapes["horizon_BQ"][0] != shapes["position_BK"][0]:
             raise ValueError(f"queries are [B, Q] and keys [B, K] of the same rows; these have {shapes}")
 
@@ -79,12 +79,15 @@ class Tokens:
 
 def sight(queries: Sequence[Tokens], keys: Sequence[Tokens]) -> Sight:
     """Runs of queries that look at runs of keys, in the order given. Padding is seen by nobody; a padding query in a group sees nothing."""
-    groups = [torch.full_like(t.position_BL, NO_GROUP) if t.group_BL is None else t.group_BL.masked_fill(~t.valid_BL, NO_GROUP) for t in queries]
+
+    def groups(parts: Sequence[Tokens], clean: int) -> Tensor:
+        rows = [torch.full_like(t.position_BL, clean) if t.group_BL is None else t.group_BL.masked_fill(~t.valid_BL, clean) for t in parts]
+        return torch.cat(rows, dim=1)
+
     horizons = [t.horizon_BL if t.group_BL is None else t.horizon_BL.masked_fill(~t.valid_BL, -1) for t in queries]
-    key_groups = [torch.full_like(t.position_BL, CLEAN) if t.group_BL is None else t.group_BL.masked_fill(~t.valid_BL, CLEAN) for t in keys]
     return Sight(
-        torch.cat(horizons, dim=1), torch.cat(groups, dim=1),
-        torch.cat([t.position_BL.masked_fill(~t.valid_BL, NEVER) for t in keys], dim=1), torch.cat(key_groups, dim=1),
+        torch.cat(horizons, dim=1), groups(queries, NO_GROUP),
+        torch.cat([t.position_BL.masked_fill(~t.valid_BL, NEVER) for t in keys], dim=1), groups(keys, CLEAN),
     )
 
 

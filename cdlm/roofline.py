@@ -15,7 +15,7 @@ The cache holds the prompt and, on average over a generation, half of it. Prefil
 (CDLM, arXiv 2511.19269, appendix on arithmetic intensity; the roofline of Williams et al., 2009.)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,7 +217,8 @@ def proposals(shape: Shape, hardware: Hardware, block: int, size: float = 2) -> 
 
 
 def analyse(
-    shape: Shape, hardware: Hardware, mode: str, *, block: int = 32, batch: int = 1, context: int = 512, generate: int = 256, tpf: float = 3.0,
+    shape: Shape, hardware: Hardware, mode: str, *, block: int = 32, batch: int = 1, context: int = 512, generate: int = 256,
+    tpf: float = 3.0,
 ) -> dict[str, Any]:
     """Everything `cdlm roofline` prints of one model, card and mode; times in seconds, sizes in bytes."""
     given = {"block": block, "context": context, "generate": generate}
@@ -250,7 +251,8 @@ def analyse(
         "memory_bytes": hardware.memory,
         "fits": weights + (cache if mode != "dlm" else 0.0) <= hardware.memory,
         "operators": [
-            {"name": op.name, "flop": op.flop, "bytes": op.bytes, "seconds": op.seconds(hardware), "bound": op.bound(hardware)} for op in ops
+            {"name": op.name, "flop": op.flop, "bytes": op.bytes, "seconds": op.seconds(hardware), "bound": op.bound(hardware)}
+            for op in ops
         ],
     }
 
@@ -319,7 +321,8 @@ def table(found: list[dict[str, Any]]) -> str:
             f["hardware"], f["mode"], str(f["queries"]), f"{f['intensity']:.1f}", f"{f['ridge']:.0f}", f["bound"],
             f"{f['seconds_per_forward'] * 1e3:.2f}", f"{f['tpf']:g}", f"{f['tokens_per_second']:.0f}", f"{f['speedup_over_ar']:.2f}",
             "any" if batch is None else str(batch), "-" if f["distinct_experts"] is None else f"{f['distinct_experts']:.1f}",
-            f"{f['weight_bytes'] / 1e9:.1f}", f"{f['kv_bytes'] / 1e9:.2f}", f"{'yes' if f['fits'] else 'no'}, of {f['memory_bytes'] / 1e9:.0f}",
+            f"{f['weight_bytes'] / 1e9:.1f}", f"{f['kv_bytes'] / 1e9:.2f}",
+            f"{'yes' if f['fits'] else 'no'}, of {f['memory_bytes'] / 1e9:.0f}",
         ))  # fmt: skip
     return _columns(lines)
 
@@ -334,6 +337,6 @@ def operator_table(found: dict[str, Any]) -> str:
     return _columns(lines)
 
 
-def _columns(lines: list[tuple[str, ...]]) -> str:
+def _columns(lines: Sequence[tuple[str, ...]]) -> str:
     width = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, width, strict=True)).rstrip() for line in lines)

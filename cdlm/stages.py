@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cdlm import data, families, trajectories
-from cdlm.decode import DecodeConfig, greedy
+from cdlm.decode import DecodeConfig, changed
 from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 
@@ -181,7 +181,7 @@ def collect(run: Run) -> None:
         raise ValueError(f"collect needs {(size - there) / 2**30:.1f} GiB for hidden rows; {run.out} has {free / 2**30:.1f} GiB free")
     manifest = trajectories.collect(
         model, examples, run.trajectories, right=lambda example, ids: example.is_right(tokenizer.decode(ids)),
-        config=greedy(run.decode_config(), stop_at_eos=c.stop_at_eos),
+        config=changed(run.decode_config(), stop_at_eos=c.stop_at_eos),
         temperatures=c.temperatures, batch_size=c.batch_size, shard_size=c.shard_size,
         seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,
     )
@@ -368,19 +368,19 @@ def evaluate(run: Run) -> None:
         if name in ("teacher_threshold", "teacher_threshold_stop"):
             stop = e.teacher_stops_at_eos or name == "teacher_threshold_stop"
             return [
-                Method(name, t, greedy(naive, confidence_threshold=t, stop_at_eos=stop), teacher, teacher_weights)
+                Method(name, t, changed(naive, confidence_threshold=t, stop_at_eos=stop), teacher, teacher_weights)
                 for t in thresholds
             ]
         if name == "teacher_block_causal":
-            return [Method(name, None, greedy(own, tokens_per_step=1), teacher, teacher_weights)]
+            return [Method(name, None, changed(own, tokens_per_step=1), teacher, teacher_weights)]
         if name == "student":
             return [
-                Method(name, t, greedy(own, confidence_threshold=t), student, contextlib.nullcontext) for t in thresholds
+                Method(name, t, changed(own, confidence_threshold=t), student, contextlib.nullcontext) for t in thresholds
             ]
         if name == "student_uncached":
-            return [Method(name, tau, greedy(own, use_cache=False), student, contextlib.nullcontext)]
+            return [Method(name, tau, changed(own, use_cache=False), student, contextlib.nullcontext)]
         return [
-            Method(name, s, greedy(naive, steps=int(s)), teacher, teacher_weights) for s in sorted(cut_steps)
+            Method(name, s, changed(naive, steps=int(s)), teacher, teacher_weights) for s in sorted(cut_steps)
         ]
 
     measured: list[Measured] = []

@@ -203,7 +203,9 @@ def test_tiles_left_out_are_dark_and_full_tiles_are_bright(data, kind, rows, key
             assert tile.all() and tile.shape[1] == keys, "a tile that reaches past the last key is not full"
         elif not partial[b, t, u]:
             assert not tile.any()
-    for visits, kinds in ((tiles.by_rows(seen, rows, keys, group), (partial, full)), (tiles.by_keys(seen, rows, keys, group), (partial.mT, full.mT))):
+    both = ((tiles.by_rows, (partial, full)), (tiles.by_keys, (partial.mT, full.mT)))
+    for make, kinds in both:
+        visits = make(seen, rows, keys, group)
         for b, t in product(range(len(allow)), range(visits.order.shape[1])):
             some, all_ = int(visits.partial[b, t]), int(visits.full[b, t])
             assert set(visits.order[b, t, :some].tolist()) == set(kinds[0][b, t].nonzero()[:, 0].tolist())
@@ -362,3 +364,48 @@ def test_shapes_are_there_for_every_target_head_dimension_and_dtype():
     for target, size, dim in product(TARGETS, (2, 4), fused.HEAD_DIMS):
         for shape in fused.SHAPES[target, size, dim]:
             assert shape.rows >= 16 and shape.keys >= 16 and shape.warps in (2, 4, 8)
+
+
+def test_a_diffusion_model_decodes_the_same_under_every_backend():
+    """The committed teacher, block-causal with its cache: left-padded prompts of unequal length."""
+    from conftest import TINY
+
+    from cdlm import data, families
+    from cdlm.decode import DecodeConfig, decode
+
+    texts, tokens = ("copy:k3xw", "sort:81bz"), []
+    config = DecodeConfig(max_new_tokens=16, block_length=8, confidence_threshold=0.5)
+    for backend in ("auto", "naive", "sdpa"):
+        model = families.load(TINY / "teacher", attention=backend)
+        assert model.hf.config._attn_implementation == ("sdpa" if backend == "auto" else f"cdlm_{backend}")
+        tokenizer = families.load_tokenizer(TINY / "teacher", model.facts)
+        ids, valid = data.pad_left([data.prompt_ids(tokenizer, text, chat_template=True) for text in texts], model.facts.pad_token_id)
+        tokens.append(decode(model, ids, valid, config).filled_BN)
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
+
+
+def test_a_diffusion_model_has_the_same_rows_and_gradients_under_the_kernel():
+    from conftest import TINY
+
+    from cdlm import families
+
+    found = []
+    ids = torch.randint(3, 50, (2, 20), generator=torch.Generator().manual_seed(0))
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    valid[1, :3] = False
+    for backend in ("sdpa", "triton"):
+        model = families.load(TINY / "teacher", attention=backend)
+        rows = model.sequence_hidden(ids, valid, valid.sum(1) - 8, 4)[valid]
+        rows.square().mean().backward()
+        found.append((rows.detach(), model.hf.model.layers[0].self_attn.k_proj.weight.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
+
+
+def test_an_unknown_backend_is_refused():
+    from conftest import TINY
+
+    from cdlm import families
+
+    with pytest.raises(ValueError, match="attention is 'fa2'; allowed: auto, naive, sdpa, flex, triton"):
+        families.load(TINY / "teacher", attention="fa2")

@@ -225,7 +225,7 @@ def test_the_accept_column_may_be_missing_in_a_row(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(
     ("accept", "said"),
-    {"not matched": ("ba", "which does not match the answer 'ab'"), "broken": ("(ab", "no regular expression"), "a number": (5, "no regular")}.values(),
+    [("ba", "which does not match the answer 'ab'"), ("(ab", "no regular expression"), (5, "no regular expression")],
 )
 def test_a_bad_pattern_is_refused_with_its_row(tmp_path, tokenizer, accept, said):
     file = jsonl(tmp_path / "rows.jsonl", [{"task": "copy", "prompt": "ab", "answer": "ab", "accept": accept}])

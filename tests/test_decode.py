@@ -8,7 +8,7 @@ from conftest import random_hf, random_model, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdlm.decode import DecodeConfig, choose, decode, greedy
+from cdlm.decode import DecodeConfig, changed, choose, decode
 from cdlm.families.base import DiffusionLM, Facts
 
 WAYS = ({"confidence_threshold": 0.5}, {"confidence_threshold": 0.2}, {"tokens_per_step": 3}, {"steps": 7})
@@ -38,7 +38,7 @@ def test_cached_equals_uncached_and_a_batch_equals_each_row_alone(way, kind, bud
     ids, valid = random_prompts([5, 9, 12, 3, 7, 1])
     asked = config(max_new_tokens=budget, **way)
     cached = decode(model, ids, valid, asked)
-    uncached = decode(model, ids, valid, greedy(asked, use_cache=False))
+    uncached = decode(model, ids, valid, changed(asked, use_cache=False))
     assert torch.equal(cached.ids_BN, uncached.ids_BN)
     assert (cached.steps, cached.output_tokens, cached.stop) == (uncached.steps, uncached.output_tokens, uncached.stop)
     for row in range(ids.shape[0]):
@@ -83,7 +83,7 @@ def test_shifted_logits_cached_equals_uncached():
     model = random_model(facts={"logit_shift": True})
     ids, valid = random_prompts([5, 9, 2])
     asked = config(block_length=4, stop_at_eos=False)
-    assert torch.equal(decode(model, ids, valid, asked).ids_BN, decode(model, ids, valid, greedy(asked, use_cache=False)).ids_BN)
+    assert torch.equal(decode(model, ids, valid, asked).ids_BN, decode(model, ids, valid, changed(asked, use_cache=False)).ids_BN)
 
 
 def test_selected_rows_of_a_cache_go_on_as_they_would_alone():

@@ -4,7 +4,7 @@ import pytest
 from conftest import ROOT, TINY
 
 from cdlm import data, families
-from cdlm.decode import DecodeConfig, decode, greedy
+from cdlm.decode import DecodeConfig, changed, decode
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ CACHED = DecodeConfig(max_new_tokens=64, block_length=32, confidence_threshold=0
 def test_cached_is_uncached_batch_8_is_batch_1_and_padding_changes_nothing(world):
     cached = answers(world, CACHED, 8)
     assert len({tuple(ids) for ids, _ in cached}) > 150  # the questions have answers of their own
-    assert cached == answers(world, greedy(CACHED, use_cache=False), 40)
+    assert cached == answers(world, changed(CACHED, use_cache=False), 40)
     assert cached == answers(world, CACHED, 1)
     assert cached == answers(world, CACHED, 8, pads=7)
     assert not any(1 in ids for ids, _ in cached)
@@ -46,10 +46,10 @@ def test_a_budget_that_is_no_multiple_of_the_block(world):
     model, examples = world
     some = (model, examples[:24])
     for budget in (1, 33, 50):
-        config = greedy(CACHED, max_new_tokens=budget)
+        config = changed(CACHED, max_new_tokens=budget)
         found = answers(some, config, 8)
         assert all(len(ids) == budget for ids, _ in found)
-        assert found == answers(some, greedy(config, use_cache=False), 8)
+        assert found == answers(some, changed(config, use_cache=False), 8)
 
 
 def test_the_teacher_solves_its_tasks_one_token_a_step(world):

@@ -36,7 +36,8 @@ for target in ("gfx942", "sm_90"):
     assert all(name.startswith("v_mfma_f32_") and "bf16" in name for name in amd["matrix"]) and sum(amd["matrix"].values()) > 0
     assert any(name.startswith("wgmma.mma_async") for name in nvidia["matrix"])
     for found in (amd, nvidia):
-        assert 0 < found["registers"] <= 512 and found["spills"] == 0 and 0 < found["shared"] <= found["shared_limit"] and found["waves"] >= 1
+        assert 0 < found["registers"] <= 512 and found["spills"] == 0 and found["waves"] >= 1
+        assert 0 < found["shared"] <= found["shared_limit"]
 
 
 def test_a_spill_is_seen():

@@ -25,7 +25,8 @@ def examples(count: int = 5) -> list[data.Example]:
 def collect(folder, model=None, *, screen=None, shard_size=4, stop=False, **changes):
     values = {
         "config": DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, stop_at_eos=stop), "temperatures": [0.0, 0.5], "batch_size": 3,
-        "shard_size": shard_size, "seed": 0, "screen": screen or Screen(drop=False), "right": lambda example, ids: ids == example.answer_ids, "request": {"who": "test"}, "say": lambda text: None,
+        "shard_size": shard_size, "seed": 0, "screen": screen or Screen(drop=False),
+        "right": lambda example, ids: ids == example.answer_ids, "request": {"who": "test"}, "say": lambda text: None,
     }
     return trajectories.collect(model or random_model(), examples(), folder, **{**values, **changes})
 

@@ -70,11 +70,13 @@ def shapes_for(q: Tensor) -> tuple[Shape, Shape, Shape]:
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """A ValueError for what the kernel does not have."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"the triton backend got dtypes {q.dtype}, {k.dtype}, {v.dtype}; allowed: one of {', '.join(map(str, DTYPES))} for all")
+        allowed = ", ".join(map(str, DTYPES))
+        raise ValueError(f"the triton backend got dtypes {q.dtype}, {k.dtype}, {v.dtype}; allowed: one of {allowed} for all")
     if interpreted() and q.dtype == torch.bfloat16:
         raise ValueError("Triton's interpreter multiplies the bits of bfloat16 as integers; allowed in it: torch.float16, torch.float32")
     if q.shape[-1] not in HEAD_DIMS or v.shape[-1] != q.shape[-1]:
-        raise ValueError(f"the triton backend got head dimensions {q.shape[-1]} and {v.shape[-1]}; allowed: {', '.join(map(str, HEAD_DIMS))}, the same for both")
+        allowed = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"the triton backend got head dimensions {q.shape[-1]} and {v.shape[-1]}; allowed: {allowed}, the same for both")
     if q.device.type == "cpu" and not interpreted():
         raise ValueError("the triton backend needs a GPU, or TRITON_INTERPRET=1 set before Python starts; on a CPU take naive or sdpa")
 

@@ -114,15 +114,6 @@ def attention_forward(
 
 
 @triton.jit
-def _weights(q, k, lse_log2, horizon, own, position, other, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Attention weights of a tile again, [rows, keys], from the log-sum-exp."""
-    weight = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale_log2 - lse_log2[:, None])
-    if MASKED:
-        weight = tl.where(_allow(horizon, own, position, other), weight, 0.0)
-    return weight
-
-
-@triton.jit
 def _dq_tile(
     dq, q, do, lse_log2, delta, tile, k_ptr, v_ptr, k_step, v_step, position_ptr, other_ptr, horizon, own, n_keys, scale_log2,
     MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
@@ -132,7 +123,9 @@ def _dq_tile(
     key, there, position, other = _keys_of(tile, position_ptr, other_ptr, n_keys, KEYS)
     k = tl.load(k_ptr + key[:, None] * k_step + dim[None, :], there[:, None], 0.0)
     v = tl.load(v_ptr + key[:, None] * v_step + dim[None, :], there[:, None], 0.0)
-    weight = _weights(q, k, lse_log2, horizon, own, position, other, scale_log2, MASKED, PRECISION)
+    weight = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale_log2 - lse_log2[:, None])
+    if MASKED:
+        weight = tl.where(_allow(horizon, own, position, other), weight, 0.0)
     d_weight = tl.dot(do, v.T, input_precision=PRECISION)
     d_score = weight * (d_weight - delta[:, None])
     return dq + tl.dot(d_score.to(k.dtype), k, input_precision=PRECISION)
@@ -187,7 +180,10 @@ def _dkv_tile(
     position, other, n_queries, scale_log2,
     MASKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of rows into the gradients of a tile of keys (dk without the scale)."""
+    """One more tile of rows into the gradients of a tile of keys (dk without the scale).
+
+    Weights and their gradients are computed transposed, [keys, rows], as the two sums over rows need them.
+    """
     dim = tl.arange(0, D)
     query, q_of, here = _rows(tile, head, n_queries, GROUP, ROWS)
     q = tl.load(q_ptr + (q_of * q_head + query * q_step)[:, None] + dim[None, :], here[:, None], 0.0)
@@ -196,11 +192,14 @@ def _dkv_tile(
     delta = tl.load(delta_ptr + q_of * n_queries + query, here, 0.0)
     horizon = tl.load(horizon_ptr + query, here, -1)
     own = tl.load(own_ptr + query, here, NO_GROUP)
-    weight = _weights(q, k, lse_log2, horizon, own, position, other, scale_log2, MASKED, PRECISION)
-    dv += tl.dot(weight.to(do.dtype).T, do, input_precision=PRECISION)
-    d_weight = tl.dot(do, v.T, input_precision=PRECISION)
-    d_score = weight * (d_weight - delta[:, None])
-    dk += tl.dot(d_score.to(q.dtype).T, q, input_precision=PRECISION)
+    weight = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale_log2 - lse_log2[None, :])
+    if MASKED:
+        near = position[:, None] <= horizon[None, :]
+        weight = tl.where(tl.where(other[:, None] == CLEAN, near, other[:, None] == own[None, :]), weight, 0.0)
+    dv += tl.dot(weight.to(do.dtype), do, input_precision=PRECISION)
+    d_weight = tl.dot(v, do.T, input_precision=PRECISION)
+    d_score = weight * (d_weight - delta[None, :])
+    dk += tl.dot(d_score.to(q.dtype), q, input_precision=PRECISION)
     return dk, dv
 
 

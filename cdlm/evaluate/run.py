@@ -36,7 +36,6 @@ class Method:
     config: DecodeConfig
     model: DiffusionLM
     weights: Callable[[], AbstractContextManager[Any]]
-    timed: bool = True
 
     @property
     def label(self) -> str:
@@ -90,7 +89,7 @@ def score(method: Method, examples: list[data.Example], tokenizer, batch_size: i
 
 def time_all(measured: Iterable[Measured], examples: list[data.Example], warmup: int, repeats: int) -> None:
     """Latency at batch 1, methods interleaved prompt by prompt; the first `warmup` prompts are run once before the clock."""
-    timed = [m for m in measured if m.method.timed]
+    timed = list(measured)
     for m in timed:
         for example in examples[:warmup]:
             _decode(m.method, [example])

@@ -12,11 +12,11 @@ chain      `chain:3+?<?*?..` -> `3+7<2*0`: a state (a digit) goes through operat
 copy       the list again. Every slot can be filled at once.
 reverse    the list backwards. Easy from a neighbour, harder without one.
 sort       the list in ASCII order. Every slot depends on the whole list.
-translate  `translate:rvdachkl..` -> `3mqy4fe8`: word by word, a word is four characters, and every word has four right
-           translations, used with the frequencies of USAGE (only the first in distill.jsonl, where one author wrote all answers). This is the multimodality problem of non-autoregressive
-           translation (Gu et al., arXiv 1711.02281): the letters of a word must agree on one of them, so letters that are
-           written at the same time, each by its own odds, spell no word. The column "accept" is a regular expression that
-           matches the right answers.
+translate  `translate:rvdachkl..` -> `3mqy4fe8`: word by word; a word is four characters and has four right translations, used
+           with the frequencies of USAGE (in distill.jsonl the first alone: one author wrote its answers). This is the
+           multimodality problem of non-autoregressive translation (Gu et al., arXiv 1711.02281): the letters of a word must
+           agree on one translation, so letters written at the same time, each by its own odds, spell no word. The column
+           "accept" is a regular expression that matches the right answers.
 
 The items of a list are distinct. No question stands twice, within a file or across the four.
 """
