@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     roof.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline there (png, pdf, svg)")
     kernels = commands.add_parser("kernels", help="compile the attention kernels for GPUs that need not be here")
     targets = ["gfx942", "gfx950", "sm_90", "sm_100"]
-    kernels.add_argument("--targets", type=_names, default=targets, metavar="A,B", help=f"what to compile for (default: {','.join(targets)})")
+    kernels.add_argument("--targets", type=_names, default=targets, metavar="A,B", help="what to compile for")
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     return top
 
