@@ -362,7 +362,7 @@ def test_shapes_are_there_for_every_target_head_dimension_and_dtype():
     from cdlm.attention.machine_code import TARGETS
 
     for target, size, dim in product(TARGETS, (2, 4), fused.HEAD_DIMS):
-        for shape in fused.SHAPES[target, size, dim]:
+        for shape in fused.shapes_of(target, size, dim):
             assert shape.rows >= 16 and shape.keys >= 16 and shape.warps in (2, 4, 8)
 
 

@@ -27,7 +27,7 @@ import json
 from dataclasses import asdict
 from cdlm.attention import fused, machine_code
 for target in ("gfx942", "sm_90"):
-    shape = fused.SHAPES[target, 2, 64][0]
+    shape = fused.shapes_of(target, 2, 64)[0]
     print(json.dumps(asdict(machine_code.compile_one("attention_forward", target, 64, "bf16", shape))))
 """
     done = python(code)

@@ -30,21 +30,42 @@ class Shape:
     stages: int
 
 
-# (target family, bytes of a value, head dimension) -> forward, gradient of q, gradients of k and v.
-# Chosen with `cdlm kernels`, which compiles every entry for every target and fails on a spill; LOG.md has what was tried.
-SHAPES: dict[tuple[str, int, int], tuple[Shape, Shape, Shape]] = {}
+# target -> head dimension -> forward, gradient of q, gradients of k and v, for values of two bytes. Chosen with `cdlm kernels`, which
+# compiles every entry and fails on a spill: on AMD the largest tile that leaves room for two waves a SIMD where there is
+# one; on NVIDIA tiles of 64 rows or more, which warp-group matrix instructions need. LOG.md has what was tried.
+HALF = {
+    "gfx942": {
+        64: ((128, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1)),
+        128: ((64, 32, 4, 2), (128, 32, 8, 1), (32, 64, 4, 1)),
+        256: ((64, 32, 4, 1), (32, 32, 4, 1), (16, 64, 8, 1)),
+    },
+    "gfx950": {
+        64: ((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1)),
+        128: ((64, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1)),
+        256: ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 8, 1)),
+    },
+    "sm_90": {
+        64: ((128, 64, 8, 2), (64, 64, 4, 1), (32, 64, 4, 1)),
+        128: ((128, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
+        256: ((64, 64, 8, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
+    },
+    "sm_100": {
+        64: ((128, 64, 8, 2), (64, 64, 4, 1), (32, 64, 4, 1)),
+        128: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 1), (32, 64, 8, 1)),
+    },
+}
+SINGLE = (Shape(32, 32, 4, 1),) * 3  # fp32, which has no fast matrix instruction
 
 
-def _fill_shapes() -> None:
-    for target in ("gfx942", "gfx950", "sm_90", "sm_100"):
-        for dim in HEAD_DIMS:
-            big = dim > 128
-            half = (Shape(64, 64, 4, 2), Shape(64, 32 if big else 64, 4, 1), Shape(64, 32 if big else 64, 4, 1))
-            SHAPES[target, 2, dim] = half
-            SHAPES[target, 4, dim] = tuple(Shape(32, 32, 4, 1) for _ in range(3))  # type: ignore[assignment]
+def shapes_of(target: str, itemsize: int, head_dim: int) -> tuple[Shape, Shape, Shape]:
+    """The three kernels' shapes on a target, for values of `itemsize` bytes."""
+    if itemsize == 4:
+        return SINGLE
+    forward, for_q, for_kv = HALF[target][max(64, head_dim)]
+    return Shape(*forward), Shape(*for_q), Shape(*for_kv)
 
 
-_fill_shapes()
 INTERPRETED = (Shape(64, 64, 4, 1), Shape(64, 32, 4, 1), Shape(32, 64, 4, 1))
 
 
@@ -64,7 +85,7 @@ def target_of(device: torch.device) -> str:
 def shapes_for(q: Tensor) -> tuple[Shape, Shape, Shape]:
     if interpreted():
         return INTERPRETED
-    return SHAPES[target_of(q.device), q.element_size(), q.shape[-1]]
+    return shapes_of(target_of(q.device), q.element_size(), q.shape[-1])
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -156,11 +156,11 @@ def check_targets(names: list[str]) -> None:
 
 def survey(names: list[str], workers: int = 2) -> list[Report]:
     """Every kernel and head dimension on these targets, in bf16, with the shapes that are in use."""
-    from cdlm.attention.fused import SHAPES
+    from cdlm.attention.fused import shapes_of
 
     check_targets(names)
     jobs = [
-        (kernel, name, dim, "bf16", SHAPES[name, DTYPES["bf16"], dim][place])
+        (kernel, name, dim, "bf16", shapes_of(name, DTYPES["bf16"], dim)[place])
         for name in names for dim in HEAD_DIMS for place, kernel in enumerate(KERNELS)
     ]  # fmt: skip
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
