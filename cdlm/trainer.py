@@ -107,8 +107,8 @@ class TrajectoryStates(_Drawing):
 
     t_start is uniform over the steps the teacher took: 0..N-1, with N the decoded slots where it stopped early.
 
-    A row: prompt_ids; y, y_star [N]; hidden [N, D] of the teacher; answer [N], the reference filled up with end tokens;
-    level and uniform [N], the noise that equation 6 puts on the answer.
+    A row: prompt_ids; y, y_star [N]; decoded, the slots that the teacher filled before it stopped; hidden [N, D] of the teacher;
+    answer [N], the reference filled up with end tokens; level and uniform [N], the noise that equation 6 puts on the answer.
     """
 
     def __init__(self, trajectories: Stored, model: DiffusionLM, block_length: int, seed: int):
@@ -129,6 +129,7 @@ class TrajectoryStates(_Drawing):
             "prompt_ids": trajectory.prompt_ids,
             "y": torch.where(revealed & (trajectory.step < start), trajectory.tokens, self.mask),
             "y_star": torch.where(revealed & (trajectory.step < end), trajectory.tokens, self.mask),
+            "decoded": torch.tensor(trajectory.decoded),
             "hidden": trajectory.hidden,
             "answer": torch.tensor(data.fill_budget(trajectory.answer_ids, slots, self.eos)),
             "level": torch.rand(1, generator=draw)[0],
@@ -178,7 +179,7 @@ class Collator:
             batch["uniform"] = torch.stack([row["uniform"][:slots] for row in rows])
             batch["level"] = torch.stack([row["level"] for row in rows])
         else:
-            for key in ("y", "y_star", "hidden", "answer", "uniform", "level"):
+            for key in ("y", "y_star", "decoded", "hidden", "answer", "uniform", "level"):
                 batch[key] = torch.stack([row[key] for row in rows])
         return batch
 
@@ -329,7 +330,9 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
         if args.consistency_weight:
             with torch.no_grad(), eval_mode(model.hf):
                 later_BNV = model.sequence_logits(*_whole(batch, batch["y_star"]), block)[:, prompt:]
-            out["consistency"] = losses.consistency(logits_BNV, later_BNV, open_BN & open_later_BN)
+            # Blocks behind the one with the end token are no part of S_y: no decoding that stops there ever asks for them.
+            asked_BN = torch.arange(open_BN.shape[1], device=open_BN.device) < batch["decoded"][:, None]
+            out["consistency"] = losses.consistency(logits_BNV, later_BNV, open_BN & open_later_BN & asked_BN)
     if args.dlm_weight:
         out["dlm"] = _noisy_answer(trainer, batch, block)
     return out

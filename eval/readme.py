@@ -23,15 +23,13 @@ def block(found: dict[str, Any]) -> str:
     own = found["summary"]
     values = (None, own["confidence_threshold"], own["truncated_steps"])
     rows = [row for row in found["results"] if row["task"] == "all" and row["parameter"] in values]
-    tasks = [
-        row for row in found["results"]
-        if row["task"] != "all" and row["method"] in ("teacher", "student") and row["parameter"] in (None, own["confidence_threshold"])
-    ]
+    shown = {"teacher": "teacher", "teacher_threshold_stop": "teacher, threshold, stops at the end", "student": "student"}
+    tasks = [row for row in found["results"] if row["task"] != "all" and row["method"] in shown and row["parameter"] in values[:2]]
     lines = [f"- {line}" for line in report.summary_lines(own)]
-    per_task = ["| task | teacher accuracy, steps | student accuracy, steps |", "|---|---:|---:|"]
+    per_task = [f"| task: accuracy, steps | {' | '.join(shown.values())} |", "|---|---:|---:|---:|"]
     for task in sorted({row["task"] for row in tasks}):
         cells = {row["method"]: f"{row['accuracy']:.1%}, {row['steps']:.1f}" for row in tasks if row["task"] == task}
-        per_task.append(f"| {task} | {cells['teacher']} | {cells['student']} |")
+        per_task.append(f"| {task} | {' | '.join(cells[method] for method in shown)} |")
     return "\n".join([*lines, "", report.markdown_table(report.table(rows)), "", *per_task, ""])
 
 

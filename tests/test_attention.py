@@ -179,6 +179,24 @@ def test_a_flex_block_mask_is_made_once_a_mask():
     assert flex.block_mask(seen) is not flex.block_mask(layout(33, 4, 0, "zero", padded=False))
 
 
+def test_flex_closures_are_used_again_when_their_mask_is_gone():
+    from cdlm.attention import flex
+
+    def made(padded):
+        seen = layout(21, 4, 3, "zero", padded)
+        return seen, flex.block_mask(seen).mask_mod
+
+    first, one = made(False)
+    second, two = made(True)
+    assert one is not two, "both masks are alive"
+    del first
+    third, three = made(True)
+    assert three is one
+    (q, k, v, _), _ = tensors(21, 24, 1, 16)
+    for seen in (second, third):
+        torch.testing.assert_close(attend(q, k, v, seen, backend="flex"), attend(q, k, v, seen, backend="naive"), rtol=1e-5, atol=1e-5)
+
+
 # ---- tiles ------------------------------------------------------------------------------------------------------------
 
 

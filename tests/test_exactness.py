@@ -13,6 +13,7 @@ def world():
     tokenizer = families.load_tokenizer(TINY / "teacher", model.facts)
     examples = data.read_examples(
         ROOT / "recipes" / "tiny" / "test.jsonl", tokenizer, prompt_key="prompt", answer_key="answer", group_key="task",
+        accept_key="accept",
         chat_template=True, max_prompt_tokens=64, max_new_tokens=64, limit=200,
     )
     return model, examples
@@ -55,11 +56,12 @@ def test_a_budget_that_is_no_multiple_of_the_block(world):
 def test_the_teacher_solves_its_tasks_one_token_a_step(world):
     """Eight questions of each task; `make teacher` measures all 400."""
     model, examples = world
+    tokenizer = families.load_tokenizer(TINY / "teacher", model.facts)
     right = 0
-    for start in range(0, 32, 16):
-        rows = examples[start : start + 16]
+    for start in range(0, 40, 20):
+        rows = examples[start : start + 20]
         ids, valid = data.pad_left([row.prompt_ids for row in rows], 0)
         config = DecodeConfig(64, 32, tokens_per_step=1, block_causal=False, use_cache=False)
         out = decode(model, ids, valid, config)
-        right += sum(out.answer(i, (2,)) == row.answer_ids for i, row in enumerate(rows))
-    assert right >= 31
+        right += sum(row.is_right(tokenizer.decode(out.answer(i, (2,)))) for i, row in enumerate(rows))
+    assert right >= 39

@@ -175,7 +175,7 @@ def test_the_tokenizers_end_token_may_be_one_of_several():
 def config_file(folder, **values):
     """A stock config, 2 layers of width 64; `values` replace some of it."""
     config = {
-        "model_type": "qwen2", "vocab_size": 57, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "model_type": "qwen2", "vocab_size": 58, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False, **values,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
@@ -245,8 +245,8 @@ def test_scratch_takes_its_facts_from_the_tokenizer_and_its_numbers_from_the_see
 def test_scratch_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"scratch\.init is 'xavier'; allowed: default, fan_in, copying"):
         build(tmp_path, "xavier")
-    with pytest.raises(ValueError, match=r"config\.json has vocab_size 56; the tokenizer has 57 tokens"):
-        build(tmp_path, "fan_in", vocab_size=56)
+    with pytest.raises(ValueError, match=r"config\.json has vocab_size 57; the tokenizer has 58 tokens"):
+        build(tmp_path, "fan_in", vocab_size=57)
     shutil.copytree(TINY / "tokenizer", tmp_path / "tokenizer")
     stated = json.loads((tmp_path / "tokenizer" / "tokenizer_config.json").read_text())
     del stated["mask_token"]

@@ -1,6 +1,7 @@
 """The script for GPUs, on a CPU: it measures what it says and writes it; and without a GPU it says so."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,11 +10,12 @@ import torch
 from conftest import ROOT
 
 SCRIPT = ROOT / "eval" / "gpu_check.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def test_the_smoke_run_checks_times_and_writes(tmp_path):
     command = [sys.executable, str(SCRIPT), "--smoke", "--out", str(tmp_path / "x.json")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "x.json").read_text())
     assert found["correctness"]["cases"] == 4 and found["correctness"]["largest_error"]["torch.float32"] < 1e-4
@@ -26,5 +28,5 @@ def test_the_smoke_run_checks_times_and_writes(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so():
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
     assert done.returncode == 2 and "no GPU here" in done.stderr
