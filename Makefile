@@ -54,8 +54,10 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[train,report]'
 	touch $@
 
+# torch for a GPU brings the triton that fits it; the CPU build brings none, and then 3.9.0 is what was tried.
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,report,kernels,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,report,dev]'
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install -q triton==3.9.0
 	touch $@
 
 clean:

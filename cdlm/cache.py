@@ -57,6 +57,7 @@ class BlockCache(Cache):
     position_BK, valid_BK: absolute position of each committed key, and whether it is a real token (not left padding).
     prompt_length_B: real prompt tokens of each row.
     boundary_BD: last hidden row of the committed part, kept for models whose logits are shifted by one.
+    padded: whether some committed key may be padding.
     """
 
     def __init__(self, layers: int, capacity: int, prompt_length_B: Tensor):
@@ -66,6 +67,7 @@ class BlockCache(Cache):
         self.position_BK = torch.zeros(batch, 0, dtype=torch.long, device=device)
         self.valid_BK = torch.zeros(batch, 0, dtype=torch.bool, device=device)
         self.boundary_BD: Tensor | None = None
+        self.padded = False
 
     @property
     def next_position_B(self) -> Tensor:
@@ -74,6 +76,7 @@ class BlockCache(Cache):
 
     def commit(self, position_BC: Tensor, valid_BC: Tensor, boundary_BD: Tensor) -> None:
         """Keep the first C positions that the last forward wrote."""
+        self.padded = self.padded or not bool(valid_BC.all())
         self.position_BK = torch.cat([self.position_BK, position_BC], dim=1)
         self.valid_BK = torch.cat([self.valid_BK, valid_BC], dim=1)
         self.boundary_BD = boundary_BD

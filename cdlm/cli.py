@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -43,6 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
     generate.add_argument("--device", default="cpu", help="cpu, cuda ...")
     generate.add_argument("--trace", action="store_true", help="show the blocks filling up, step by step")
+    inspect = commands.add_parser("inspect", help="what a checkpoint is: family, native class, facts and where each came from, parameters")
+    inspect.add_argument("model", metavar="PATH", help="a folder or a Hub repository")
+    inspect.add_argument("--family", help="read it as this family")
+    convert = commands.add_parser("convert", help="a checkpoint from its family's format into a stock transformers class, or back")
+    convert.add_argument("source", type=Path, metavar="SRC", help="a folder")
+    convert.add_argument("target", type=Path, metavar="DST", help="a folder that does not exist yet")
+    convert.add_argument("--to", required=True, help="native or family")
     roof = commands.add_parser("roofline", help="what decoding would cost on an accelerator, operator by operator")
     roof.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a known shape (an unknown name lists them)")
     roof.add_argument("--hardware", type=_names, default=["MI300X", "MI355X", "H100", "H200", "B200", "A100"], metavar="A,B", help="cards")
@@ -72,8 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     from safetensors import SafetensorError
 
     try:
-        if args.command in ("generate", "roofline", "kernels"):
-            return {"generate": _generate, "roofline": _roofline, "kernels": _kernels}[args.command](args)
+        own = {"generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert}
+        if args.command in own:
+            return own[args.command](args)
         return _stages(args)
     except (ValueError, OSError, FloatingPointError, SafetensorError) as error:
         if os.environ.get("CDLM_TRACEBACK"):
@@ -184,6 +193,24 @@ def _write_file(path: Path, value: dict) -> None:
     write_json(path, value)
 
 
+def _inspect(args: argparse.Namespace) -> int:
+    from cdlm import families
+    from cdlm.families import convert
+
+    config = families.read_config(args.model)
+    print("\n".join(convert.describe(args.model, config, families.find(config, args.family))))
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from cdlm import families
+    from cdlm.families import convert
+
+    convert.folder(args.source, args.target, args.to, families.FAMILIES)
+    print(f"{args.target}: {args.to} format")
+    return 0
+
+
 def _roofline(args: argparse.Namespace) -> int:
     from cdlm import roofline
     from cdlm.families.shapes import SHAPES
@@ -205,6 +232,8 @@ def _roofline(args: argparse.Namespace) -> int:
         raise ValueError(f"no model {args.model!r}: neither a file or folder here nor one of {', '.join(SHAPES)}")
     if args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {args.plot}: allowed endings: .png, .pdf, .svg")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'cdlm[report]'")
     found = [roofline.analyse(shape, roofline.HARDWARE[card], mode, **given) for card in args.hardware for mode in args.mode]
     size = f"{shape.parameters / 1e9:.2f} G parameters"
     print(f"{args.model}: {size}, batch {args.batch}, {args.context} + {args.generate} tokens, blocks of {args.block}")
@@ -226,8 +255,6 @@ def _roofline(args: argparse.Namespace) -> int:
 
 
 def _kernels(args: argparse.Namespace) -> int:
-    from importlib.util import find_spec
-
     if find_spec("triton") is None:
         raise ValueError("triton is not installed: pip install 'cdlm[kernels]'")
     from cdlm.attention import machine_code

@@ -89,6 +89,8 @@ def read_examples(
     rows = read_rows(path)
     if limit is not None and not 1 <= limit <= len(rows):
         raise ValueError(f"{what} asks for {limit} rows; {path} has {len(rows)}")
+    if accept_key is not None and what == "data.test" and not any(accept_key in row for row in rows):
+        raise ValueError(f"no row of {path} has {accept_key!r} (data.accept_key); its columns are {', '.join(map(str, rows[0]))}")
     examples = []
     for index, row in enumerate(rows[:limit]):
         where = f"{path}, row {index + 1}"

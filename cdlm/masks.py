@@ -137,6 +137,11 @@ def full(position_BL: Tensor) -> Tensor:
     return torch.full_like(position_BL, NO_HORIZON)
 
 
+def everything(device: torch.device) -> Tensor:
+    """The packed form of no mask at all: every query sees every key. (None would have a model make a causal mask of its own.)"""
+    return torch.empty(1, 1, 2, 0, dtype=torch.int32, device=device)
+
+
 def clean(horizon_BQ: Tensor, position_BK: Tensor, valid_BK: Tensor) -> Sight:
     """Clean queries with these horizons, and clean keys: block-causal, causal or full attention, over a cached prefix or none."""
     everywhere = torch.ones_like(horizon_BQ, dtype=torch.bool)

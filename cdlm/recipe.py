@@ -6,6 +6,7 @@ ValueError that names the key and what is allowed. Paths are relative to the rec
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -332,6 +333,8 @@ def check(recipe: Recipe) -> None:
         one_of("family", r.family, FAMILIES)
     one_of("dtype", r.dtype, DTYPES)
     one_of("attention", r.attention, ATTENTION)
+    if r.device == "cpu" and (r.attention == "flex" or (r.attention == "triton" and os.environ.get("TRITON_INTERPRET") != "1")):
+        raise ValueError(f"attention is {r.attention!r} and device is 'cpu'; allowed there: auto, naive, sdpa")
     one_of("train.objective", t.objective, OBJECTIVES)
     within("decode.max_new_tokens", d.max_new_tokens, 1)
     within("decode.block_length", d.block_length, 1)

@@ -1,8 +1,8 @@
 """What decoding would cost on an accelerator, without running it: FLOP, bytes and a bound on time, operator by operator.
 
 Operators are counted as eager PyTorch runs them: every operator reads its inputs from memory and writes its output there, in the
-dtype of the model; attention is one fused operator (its scores stay on chip); a gated MLP is four (gate, up, activation and product,
-down) plus one; norms, rotary embeddings and residual additions count too. The time of an operator is the longer of FLOP over peak rate
+dtype of the model; attention is one fused operator (its scores stay on chip); a gated MLP is five (gate, up, activation, product,
+down); norms, rotary embeddings and residual additions count too. The time of an operator is the longer of FLOP over peak rate
 and bytes over bandwidth; a forward is their sum. Real kernels reach 75 to 90 % of either.
 
 Modes (q: queries a sequence and forward):
@@ -147,13 +147,16 @@ def operators(shape: Shape, mode: str, *, block: int, batch: int, context: int, 
     linear("attention: k", layers, d, kv_width)
     linear("attention: v", layers, d, kv_width)
     pointwise("attention: rotary", layers, 2 * (width + kv_width))
-    for name, count, keys in (
-        ("attention: scores and values", layers - shape.sliding_layers, cached + q),
-        ("attention: scores and values, sliding", shape.sliding_layers, min(cached, shape.window or cached) + q),
+    # A sliding layer sees its window of what is before a block, and the block; in one pass over everything, its window.
+    window = shape.window or cached + q
+    near = min(q, window) if mode == "dlm" else min(cached, window) + q
+    for name, count, seen, read in (
+        ("attention: scores and values", layers - shape.sliding_layers, cached + q, cached + q),
+        ("attention: scores and values, sliding", shape.sliding_layers, near, q if mode == "dlm" else near),
     ):
         if count:
-            flop = 4.0 * batch * q * keys * width
-            out.append(Operator(name, count * flop, count * size * batch * (2 * keys * kv_width + 2 * q * width)))
+            flop = 4.0 * batch * q * seen * width
+            out.append(Operator(name, count * flop, count * size * batch * (2 * read * kv_width + 2 * q * width)))
     linear("attention: output", layers, width, d)
     pointwise("norms", 2 * layers + 1, 2 * d)
     pointwise("residual additions", 2 * layers, 3 * d)
@@ -272,6 +275,8 @@ def check(*, hardware: list[str], modes: list[str], block: int, batch: int, cont
 
 def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     """Sizes from a config.json in transformers' words, and the words that its derivatives use for the same things."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{where} holds {type(config).__name__}; it must be an object with named values")
     config = config.get("text_config", config)
 
     def size(*names: str, default: int | None = None) -> int:
@@ -283,6 +288,8 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
         return default
 
     hidden, heads = size("hidden_size", "d_model"), size("num_attention_heads", "n_heads")
+    if heads < 1:
+        raise ValueError(f"{where} has {heads} attention heads; there must be at least 1")
     experts = size("num_experts", "n_routed_experts", "num_local_experts", default=0)
     expert_width = size("moe_intermediate_size", "expert_intermediate_size", default=0)
     layers = size("num_hidden_layers", "n_layers")

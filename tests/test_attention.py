@@ -17,10 +17,15 @@ from cdlm.attention import attend, fused, kernels, naive, tiles
 LENGTHS, BLOCKS, PREFIXES, GROUPS, ORIGINS = (1, 7, 33, 70, 130), (1, 4, 16, 32), (0, 33), (1, 4), masks.ORIGINS
 CORNERS = [case for case in product((1, 7, 33), BLOCKS, PREFIXES, GROUPS) if case[0] < 33 or case[1] in (4, 32)]
 LARGE = list(product((70, 130), BLOCKS, PREFIXES, GROUPS))
-QUICK = [
-    *((*case, ORIGINS[i % 2], bool(i // 2 % 2)) for i, case in enumerate(CORNERS)),
-    *((*case, ORIGINS[(i + i // 4) % 2], bool((i + i // 2) % 2)) for i, case in enumerate(LARGE)),
-]
+
+
+def corner(length: int, block: int, prefix: int, group: int) -> tuple[str, bool]:
+    """Origin and padding of a case: every pair of values of two factors stands somewhere in QUICK (a test counts)."""
+    turn = LENGTHS.index(length) + BLOCKS.index(block) + PREFIXES.index(prefix) + 2 * GROUPS.index(group)
+    return ORIGINS[turn % 2], bool(turn // 2 % 2)
+
+
+QUICK = [(*case, *corner(*case)) for case in [*CORNERS, *LARGE]]
 ALL = list(product(LENGTHS, BLOCKS, PREFIXES, GROUPS, ORIGINS, (False, True)))
 
 
@@ -98,6 +103,16 @@ def test_triton_is_naive(length, block, prefix, group, origin, padded):
     compare(layout(length, block, prefix, origin, padded), length, prefix + length, group)
 
 
+def test_the_quick_grid_has_every_pair_of_values():
+    factors = list(zip(*QUICK, strict=True))
+    for i in range(len(factors)):
+        for j in range(i):
+            pairs = set(zip(factors[i], factors[j], strict=True))
+            wanted = set(product(set(factors[i]), set(factors[j])))
+            small = {(a, b) for a, b in wanted if {a, b} & {1, 7} and {a, b} & {16} and (i, j) == (1, 0)}
+            assert wanted - pairs <= small, (i, j, wanted - pairs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length, block, prefix, group, origin, padded", ALL)
 def test_triton_is_naive_on_the_whole_grid(length, block, prefix, group, origin, padded):
@@ -132,6 +147,18 @@ def test_triton_without_a_mask_sees_everything():
     (q, k, v, d_out), _ = tensors(9, 40, 4, 32)
     for a, b in zip(run("naive", q, k, v, None, d_out), run("triton", q, k, v, None, d_out), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+def test_triton_with_expanded_keys_has_their_gradient():
+    """One key-value sequence for both rows of the batch, by expand: its gradient is the sum over rows."""
+    seen = layout(9, 4, 3, "zero", padded=False)
+    (q, k, v, d_out), _ = tensors(9, 12, 2, 32)
+    found = []
+    for backend in ("naive", "triton"):
+        one = k[:1].clone().requires_grad_()
+        out = attend(q, one.expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), seen, backend=backend)
+        found.append(torch.autograd.grad((out * d_out).sum(), one)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_triton_takes_transposed_inputs_as_models_give_them():
@@ -357,6 +384,24 @@ def test_a_stock_models_own_causal_mask_and_cache_work_too(llama):
         llama.set_attn_implementation(name)
         tokens.append(llama.generate(ids, attention_mask=padding, max_new_tokens=6, do_sample=False, pad_token_id=0))
     assert torch.equal(*tokens)
+
+
+def test_no_mask_is_not_the_models_own_causal_mask(llama):
+    ids = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(3))
+    everywhere = torch.ones_like(ids, dtype=torch.bool)
+    position = masks.positions(everywhere)
+    llama.set_attn_implementation("cdlm_naive")
+    with torch.no_grad():
+        full = llama(ids, attention_mask=masks.clean(masks.full(position), position, everywhere).packed()).logits
+        assert torch.allclose(llama(ids, attention_mask=masks.everything(ids.device)).logits, full, atol=1e-6)
+        assert not torch.allclose(llama(ids).logits, full, atol=1e-3)
+
+
+def test_what_a_model_asks_for_and_this_attention_lacks_is_refused(llama):
+    forward = attention._for_transformers("naive")
+    q = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ValueError, match=r"the model asks for softcap 50\.0"):
+        forward(None, q, q, q, None, softcap=50.0)
 
 
 def test_layers_share_one_unpacked_mask(llama, monkeypatch):

@@ -223,6 +223,13 @@ def test_the_accept_column_may_be_missing_in_a_row(tmp_path, tokenizer):
     assert [e.accept for e in read(file, tokenizer)] == [None, None]
 
 
+def test_an_accept_column_that_no_test_question_has_is_a_mistake(tmp_path, tokenizer):
+    file = jsonl(tmp_path / "rows.jsonl", [{"task": "copy", "prompt": "ab", "answer": "ab"}])
+    assert len(read(file, tokenizer, accept_key="accept")) == 1  # questions to train on need none
+    with pytest.raises(ValueError, match=r"no row of .*rows\.jsonl has 'accept' .*; its columns are task, prompt, answer"):
+        read(file, tokenizer, accept_key="accept", what="data.test")
+
+
 @pytest.mark.parametrize(
     ("accept", "said"),
     [("ba", "which does not match the answer 'ab'"), ("(ab", "no regular expression"), (5, "no regular expression")],

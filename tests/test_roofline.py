@@ -92,6 +92,13 @@ def test_a_sliding_layer_keeps_its_window():
     assert shape.kv_bytes(1000, 2) == 2 * 4 * 2 * (1000 + 5 * 100)
 
 
+def test_a_sliding_layer_of_a_vanilla_model_sees_its_window_too():
+    shape = roofline.Shape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=8, vocab=9, sliding_layers=1, window=100)
+    ops = {op.name: op for op in roofline.operators(shape, "dlm", block=8, batch=1, context=900, generate=100)}
+    full, near = ops["attention: scores and values"], ops["attention: scores and values, sliding"]
+    assert full.flop == 4 * 1000 * 1000 * 8 and near.flop == 4 * 1000 * 100 * 8 and near.bytes == full.bytes
+
+
 def test_the_largest_memory_bound_batch_is_the_last_one_under_the_ridge():
     shape, card, given = SHAPES["llada-8b"], roofline.HARDWARE["A100"], {"block": 32, "context": 512, "generate": 256}
     batch = roofline.largest_memory_bound_batch(shape, card, "block", **given)
@@ -144,3 +151,9 @@ def test_a_config_without_sizes_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_attention_heads": 2}')
     assert cli.main(["roofline", str(tmp_path)]) == 2
     assert "config.json has none of num_hidden_layers, n_layers" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("[1]")
+    assert cli.main(["roofline", str(tmp_path)]) == 2
+    assert "config.json holds list; it must be an object" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_attention_heads": 0}')
+    assert cli.main(["roofline", str(tmp_path)]) == 2
+    assert "has 0 attention heads" in capsys.readouterr().err

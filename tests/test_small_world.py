@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 
 import pytest
-from conftest import TINY
+from conftest import ROOT, TINY
 
 SPLITS = ("train", "validation", "test", "distill")
 
@@ -133,6 +133,16 @@ def test_accept_matches_right_translations_only():
         mixed = choices[0][0][:2] + choices[0][1][2:]  # two letters of one translation, two of another
         assert not re.fullmatch(row["accept"], mixed + "".join(choice[0] for choice in choices[1:]))
         assert not re.fullmatch(row["accept"], asked), "no word translates to itself"
+
+
+def test_the_examples_in_the_texts_are_right():
+    made = generator()
+    text = (TINY / "make_data.py").read_text() + (ROOT / "README.md").read_text()
+    chains = set(re.findall(r"`(\d(?:[-+*/<>^~]\d){3})`", text))
+    assert chains == {made.run_chain("3", "+<*")}
+    words = [made.WORDS["rvda"], made.WORDS["chkl"]]
+    examples = set(re.findall(r"`(?:translate:rvdachkl[.]*)`[^`]*`(\w{8})`", text))
+    assert examples and all(example[:4] in words[0] and example[4:] in words[1] for example in examples)
 
 
 def test_run_chain_by_hand():

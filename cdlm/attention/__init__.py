@@ -22,6 +22,7 @@ from cdlm import masks
 from cdlm.masks import Sight
 
 BACKENDS = ("naive", "sdpa", "flex", "triton")
+HEAD_DIMS = (32, 64, 128, 256)  # what the triton kernel is compiled for
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +32,7 @@ def choose(q_BHQD: Tensor, seen: Sight | None, *, need_lse: bool = False) -> tup
         return "sdpa", "every key is seen, so no mask is needed"
     if q_BHQD.device.type == "cpu":
         return ("naive", "the log-sum-exp is asked for, on a CPU") if need_lse else ("sdpa", "on a CPU")
-    fits = q_BHQD.shape[-1] in (32, 64, 128, 256) and q_BHQD.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    fits = q_BHQD.shape[-1] in HEAD_DIMS and q_BHQD.dtype in (torch.bfloat16, torch.float16, torch.float32)
     if find_spec("triton") is not None and fits:
         return "triton", f"a mask on a GPU, head dimension {q_BHQD.shape[-1]}"
     return ("naive", "the log-sum-exp is asked for") if need_lse else ("flex", "a mask on a GPU that the triton kernel has no shape for")
@@ -92,8 +93,10 @@ PREFIX = "cdlm_"
 _unpacked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _sight(mask: Tensor, queries: int) -> Sight:
-    """The mask in a packed tensor; one object for all layers that get the same tensor."""
+def _sight(mask: Tensor, queries: int) -> Sight | None:
+    """The mask in a packed tensor; one object for all layers that get the same tensor. None for `masks.everything`."""
+    if mask.shape[-1] == 0:
+        return None
     found = _unpacked.get(mask)
     if found is None:
         found = _unpacked[mask] = Sight.unpack(mask, queries)
@@ -107,6 +110,9 @@ def _for_transformers(backend: str) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         if dropout:
             raise ValueError(f"attention_dropout is {dropout}; the attention of this package has none, set it to 0")
+        for name in ("softcap", "s_aux", "sliding_window"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"the model asks for {name} {kwargs[name]!r}, which this attention does not have; take 'sdpa' or 'eager'")
         if attention_mask is not None and attention_mask.dtype != torch.int32:
             raise ValueError(
                 f"attn_implementation {PREFIX}{backend} takes masks.Sight.packed(), int32 [B, 1, 2, Q + K], not a mask of "

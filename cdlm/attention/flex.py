@@ -48,6 +48,8 @@ def block_mask(seen: Sight) -> BlockMask:
         given = (seen.horizon_BQ, seen.group_BQ, seen.position_BK, seen.group_BK)
         batch, queries = seen.horizon_BQ.shape
         keys, device = seen.position_BK.shape[1], seen.position_BK.device
+        if len(_free) > 64:  # decoding against a growing cache asks for ever new shapes
+            _free.clear()
         free = _free[batch, queries, keys, device]
         if free:
             held = free.pop()
@@ -65,7 +67,14 @@ def block_mask(seen: Sight) -> BlockMask:
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(flex_attention)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        # Past the limit torch falls back to materialising all scores without a word; better an error.
+        with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, seen: Sight | None, scale: float) -> Tensor:

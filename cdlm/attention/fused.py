@@ -3,6 +3,7 @@
 With TRITON_INTERPRET=1 in the environment before triton is imported, the kernels run on CPU tensors.
 """
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from cdlm.attention import kernels, tiles
+from cdlm.attention import HEAD_DIMS, kernels, tiles
 from cdlm.masks import CLEAN, NO_GROUP, NO_HORIZON, Sight
 
-HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2E = math.log2(math.e)
 
@@ -31,8 +32,9 @@ class Shape:
 
 
 # target -> head dimension -> forward, gradient of q, gradients of k and v, for values of two bytes. Chosen with `cdlm kernels`, which
-# compiles every entry and fails on a spill: on AMD the largest tile that leaves room for two waves a SIMD where there is
-# one; on NVIDIA tiles of 64 rows or more, which warp-group matrix instructions need. LOG.md has what was tried.
+# compiles every entry in bf16 with four query heads a key-value head, and fails on a spill: on AMD the largest tile that leaves
+# room for two waves a SIMD where there is one; on NVIDIA tiles whose M side (rows, or keys in the last kernel) is 64 or more where
+# that does not spill, as warp-group matrix instructions need. Head dimension 32 takes the tiles of 64. LOG.md has what was tried.
 HALF = {
     "gfx942": {
         64: ((128, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1)),
@@ -55,13 +57,16 @@ HALF = {
         256: ((64, 64, 8, 2), (64, 32, 8, 1), (32, 64, 8, 1)),
     },
 }
-SINGLE = (Shape(32, 32, 4, 1),) * 3  # fp32, which has no fast matrix instruction
+SMALL = (Shape(64, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1))  # GPUs without an entry: little shared memory, no pipeline
+SINGLE = (Shape(32, 32, 4, 1),) * 3  # fp32
 
 
 def shapes_of(target: str, itemsize: int, head_dim: int) -> tuple[Shape, Shape, Shape]:
     """The three kernels' shapes on a target, for values of `itemsize` bytes."""
     if itemsize == 4:
         return SINGLE
+    if target not in HALF:
+        return SMALL
     forward, for_q, for_kv = HALF[target][max(64, head_dim)]
     return Shape(*forward), Shape(*for_q), Shape(*for_kv)
 
@@ -75,11 +80,11 @@ def interpreted() -> bool:
 
 
 def target_of(device: torch.device) -> str:
-    """The nearest target that shapes were chosen for."""
+    """The GPU's architecture, by the name that HALF may know."""
     if torch.version.hip:  # first: a gfx942 calls itself capability (9, 4)
-        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        return "gfx950" if name >= "gfx950" and len(name) == 6 else "gfx942"
-    return "sm_100" if torch.cuda.get_device_capability(device)[0] == 10 else "sm_90"
+        return str(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def shapes_for(q: Tensor) -> tuple[Shape, Shape, Shape]:
@@ -127,6 +132,16 @@ def everything(batch: int, queries: int, keys: int, device: torch.device) -> Sig
     return Sight(filled(queries, NO_HORIZON), filled(queries, NO_GROUP), filled(keys, 0), filled(keys, CLEAN))
 
 
+def _plain(x: Tensor) -> Tensor:
+    """With a dense last dimension, and no two values in one place (an expanded tensor's gradient is written through its strides)."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+
+
+def _on(device: torch.device) -> Any:
+    """Launch on this device, whichever is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _strides(*x: Tensor) -> list[int]:
     return [s for t in x for s in t.stride()[:3]]
 
@@ -138,22 +153,24 @@ def _options(shape: Shape) -> dict[str, Any]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Sight, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (_plain(x) for x in (q, k, v))
         batch, heads, queries, dim = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
         shape, group = shapes_for(q)[0], heads // kv_heads
         out = torch.empty((batch, queries, heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
         lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
         grid = (-(-queries * group // shape.rows), batch * kv_heads)
-        kernels.attention_forward[grid](
-            q, k, v, out, lse, *_prepared(seen, "rows", shape, group), *_strides(q, k, v, out),
-            queries, keys, kv_heads, scale * LOG2E, GROUP=group, D=dim, **_options(shape),
-        )  # fmt: skip
+        with _on(q.device):
+            kernels.attention_forward[grid](
+                q, k, v, out, lse, *_prepared(seen, "rows", shape, group), *_strides(q, k, v, out),
+                queries, keys, kv_heads, scale * LOG2E, GROUP=group, D=dim, **_options(shape),
+            )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.seen, ctx.scale = seen, scale
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_out, d_lse = grads
         q, k, v, out, lse = ctx.saved_tensors
@@ -161,20 +178,21 @@ class _Attention(torch.autograd.Function):
         kv_heads, keys = k.shape[1], k.shape[2]
         _, for_q, for_kv = shapes_for(q)
         group = heads // kv_heads
-        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        d_out = _plain(d_out)
         # d_score = weight * (d_weight - delta), and the log-sum-exp's own gradient adds weight * d_lse.
         delta = ((d_out.float() * out.float()).sum(-1) - d_lse).contiguous()
         # Laid out as q, k and v: the kernels write through the same strides.
         dq, dk, dv = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in (q, k, v))
         strides, common = _strides(q, k, v, d_out), (queries, keys, kv_heads, ctx.scale, ctx.scale * LOG2E)
-        kernels.attention_backward_q[(-(-queries * group // for_q.rows), batch * kv_heads)](
-            q, k, v, d_out, dq, lse, delta, *_prepared(ctx.seen, "rows", for_q, group), *strides, *common,
-            GROUP=group, D=dim, **_options(for_q),
-        )  # fmt: skip
-        kernels.attention_backward_kv[(-(-keys // for_kv.keys), batch * kv_heads)](
-            q, k, v, d_out, dk, dv, lse, delta, *_prepared(ctx.seen, "keys", for_kv, group), *strides, *common,
-            GROUP=group, D=dim, **_options(for_kv),
-        )  # fmt: skip
+        with _on(q.device):
+            kernels.attention_backward_q[(-(-queries * group // for_q.rows), batch * kv_heads)](
+                q, k, v, d_out, dq, lse, delta, *_prepared(ctx.seen, "rows", for_q, group), *strides, *common,
+                GROUP=group, D=dim, **_options(for_q),
+            )  # fmt: skip
+            kernels.attention_backward_kv[(-(-keys // for_kv.keys), batch * kv_heads)](
+                q, k, v, d_out, dk, dv, lse, delta, *_prepared(ctx.seen, "keys", for_kv, group), *strides, *common,
+                GROUP=group, D=dim, **_options(for_kv),
+            )  # fmt: skip
         return dq, dk, dv, None, None
 
 

@@ -35,13 +35,16 @@ TARGETS = {
     "sm_100": Target("cuda", 100, 32, 227 * 1024, r"(?:tcgen05\.mma|mma\.sync)[\w.:]*", "B200"),
 }
 KERNELS = ("attention_forward", "attention_backward_q", "attention_backward_kv")
-HEAD_DIMS = (64, 128, 256)
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+HEAD_DIMS = (64, 128, 256)  # 32 takes the tiles of 64
 
 
 @dataclass(frozen=True)
 class Report:
-    """One kernel on one target. spills: bytes a lane that went to memory (vector registers, stack). waves: a SIMD's worth."""
+    """One kernel on one target.
+
+    spills: vector registers that did not fit (AMD), or bytes of stack a thread (NVIDIA). scratch: bytes of memory a lane (AMD).
+    scalar_spills: scalar registers kept in lanes of vector registers (AMD); that costs little and is no fault. waves: on a SIMD.
+    """
 
     kernel: str
     target: str
@@ -53,6 +56,8 @@ class Report:
     stages: int
     registers: int
     spills: int
+    scratch: int
+    scalar_spills: int
     shared: int
     shared_limit: int
     matrix: dict[str, int]
@@ -61,8 +66,8 @@ class Report:
     @property
     def fault(self) -> str:
         """Why this kernel must not be shipped, or nothing."""
-        if self.spills:
-            return f"spills {self.spills}"
+        if self.spills or self.scratch:
+            return f"spills {self.spills}, {self.scratch} bytes of scratch"
         if self.shared > self.shared_limit:
             return f"{self.shared} bytes of shared memory, {self.shared_limit} allowed"
         if not self.matrix:
@@ -103,17 +108,19 @@ def _source(kernel: str, head_dim: int, dtype: str, rows: int, keys: int, group:
     )  # fmt: skip
 
 
-def _amd(assembly: str) -> tuple[int, int, int]:
-    """Vector registers, spills and waves a SIMD."""
+def _amd(assembly: str) -> tuple[int, int, int, int, int]:
+    """Vector registers, spills, scratch, scalar spills, and waves on a SIMD."""
 
     def number(name: str) -> int:
         return int(re.findall(rf"\.{name}:\s*(\d+)", assembly)[-1])
 
     registers = number("vgpr_count")
-    return registers, number("vgpr_spill_count") + number("private_segment_fixed_size"), min(8, 512 // (-(-registers // 8) * 8))
+    waves = min(8, 512 // (-(-registers // 8) * 8))
+    return registers, number("vgpr_spill_count"), number("private_segment_fixed_size"), number("sgpr_spill_count"), waves
 
 
-def _nvidia(cubin: bytes) -> tuple[int, int, int]:
+def _nvidia(cubin: bytes) -> tuple[int, int, int, int, int]:
+    """Registers, stack, local memory, 0, and warps on a partition of an SM."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -122,7 +129,7 @@ def _nvidia(cubin: bytes) -> tuple[int, int, int]:
             [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
-    return used["REG"], used["STACK"] + used["LOCAL"], min(16, 16384 // (-(-used["REG"] // 8) * 8 * 32))
+    return used["REG"], used["STACK"], used["LOCAL"], 0, min(16, 16384 // (-(-used["REG"] // 8) * 8 * 32))
 
 
 def compile_one(kernel: str, target_name: str, head_dim: int, dtype: str, shape: Any, group: int = 4) -> Report:
@@ -136,15 +143,17 @@ def compile_one(kernel: str, target_name: str, head_dim: int, dtype: str, shape:
         options={"num_warps": shape.warps, "num_stages": shape.stages},
     )  # fmt: skip
     text = made.asm["amdgcn"] if target.backend == "hip" else made.asm["ptx"]
-    registers, spills, waves = _amd(text) if target.backend == "hip" else _nvidia(made.asm["cubin"])
+    registers, spills, scratch, scalar, waves = _amd(text) if target.backend == "hip" else _nvidia(made.asm["cubin"])
     return Report(
-        kernel, target_name, head_dim, dtype, shape.rows, shape.keys, shape.warps, shape.stages, registers, spills,
+        kernel, target_name, head_dim, dtype, shape.rows, shape.keys, shape.warps, shape.stages, registers, spills, scratch, scalar,
         made.metadata.shared, target.shared_limit, dict(Counter(re.findall(target.matrix, text))), waves,
     )  # fmt: skip
 
 
 def check_targets(names: list[str]) -> None:
-    """A ValueError for an unknown target, or where kernels can't be compiled."""
+    """A ValueError for an unknown target or none, or where kernels can't be compiled."""
+    if not names:
+        raise ValueError(f"no target given; allowed: {', '.join(TARGETS)}")
     for name in names:
         if name not in TARGETS:
             raise ValueError(f"unknown target {name!r}; allowed: {', '.join(TARGETS)}")
@@ -160,7 +169,7 @@ def survey(names: list[str], workers: int = 2) -> list[Report]:
 
     check_targets(names)
     jobs = [
-        (kernel, name, dim, "bf16", shapes_of(name, DTYPES["bf16"], dim)[place])
+        (kernel, name, dim, "bf16", shapes_of(name, 2, dim)[place])
         for name in names for dim in HEAD_DIMS for place, kernel in enumerate(KERNELS)
     ]  # fmt: skip
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -169,14 +178,16 @@ def survey(names: list[str], workers: int = 2) -> list[Report]:
 
 def table(reports: list[Report]) -> str:
     """The survey as text, one line a kernel."""
-    head = ("kernel", "target", "head dim", "tile", "warps", "registers", "spills", "shared KiB", "matrix instructions", "waves", "")
+    head = (
+        "kernel", "target", "head dim", "tile", "warps", "registers", "spills", "scalar", "shared KiB", "matrix instructions", "waves", "",
+    )  # fmt: skip
     lines = [head]
     for r in reports:
         matrix = ", ".join(f"{count} {name}" for name, count in r.matrix.items()) or "none"
         shared = f"{r.shared / 1024:.1f} of {r.shared_limit // 1024}"
         lines.append((
             r.kernel.removeprefix("attention_"), r.target, str(r.head_dim), f"{r.rows}x{r.keys}", str(r.warps), str(r.registers),
-            str(r.spills), shared, matrix, str(r.waves), r.fault,
+            str(r.spills), str(r.scalar_spills), shared, matrix, str(r.waves), r.fault,
         ))  # fmt: skip
     width = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, width, strict=True)).rstrip() for line in lines)

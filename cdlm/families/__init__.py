@@ -1,6 +1,8 @@
 """Checkpoint families: one file a family, and the one way to load a checkpoint.
 
-The file of a family offers NAME, `matches(config)` and `facts(config)`, with `config` the parsed config.json.
+The file of a family offers NAME, `matches(config)` and `facts(config)`, with `config` the parsed config.json. A family whose files have
+names of their own also offers NATIVE, the model_type of the stock class that computes the same, `native_config(config)` and
+`entries(config)`, its key map.
 """
 
 import json
@@ -12,10 +14,12 @@ import torch
 from safetensors import SafetensorError
 
 from cdlm import attention as attending
-from cdlm.families import native
+from cdlm.families import dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
 from cdlm.families.base import DiffusionLM, Facts
 
-FAMILIES: dict[str, ModuleType] = {module.NAME: module for module in (native,)}
+FAMILIES: dict[str, ModuleType] = {
+    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe)
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("auto", *attending.BACKENDS)
 
@@ -83,12 +87,26 @@ def load(
     config = read_config(path_or_id)
     module = find(config, family)
     facts = module.facts(config)
-    try:
-        hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
-    except SafetensorError as error:
-        raise ValueError(f"the weights at {path_or_id} can't be read: {error}") from None
+    if hasattr(module, "entries"):
+        from cdlm.families import convert
+
+        hf = convert.load(local_folder(path_or_id), config, module, facts, dtype)
+    else:
+        try:
+            hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+        except SafetensorError as error:
+            raise ValueError(f"the weights at {path_or_id} can't be read: {error}") from None
     set_attention(hf, attention, device)
     return DiffusionLM(hf.to(device), facts, module.NAME).eval()
+
+
+def local_folder(path_or_id: str | Path) -> Path:
+    """The folder itself, or where the Hub's files of a repository are kept: config, safetensors and tokenizer, no code."""
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(path_or_id), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
 
 
 def set_attention(hf: Any, backend: str, device: str) -> None:

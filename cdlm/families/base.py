@@ -84,10 +84,14 @@ class DiffusionLM(nn.Module):
         )
         return out.last_hidden_state
 
+    @property
+    def _packs(self) -> bool:
+        """Whether the model's attention is one of this package's."""
+        return self.hf.config._attn_implementation.startswith(attention.PREFIX)
+
     def _mask(self, seen: masks.Sight) -> Tensor:
         """A mask in the form that the model's attention takes."""
-        ours = self.hf.config._attn_implementation.startswith(attention.PREFIX)
-        return seen.packed() if ours else masks.dense(seen)
+        return seen.packed() if self._packs else masks.dense(seen)
 
     def _align(self, row_BLD: Tensor, before_BD: Tensor | None) -> Tensor:
         """Rows such that row i predicts token i. `before` precedes the first row (None: there is nothing before it)."""
@@ -148,11 +152,14 @@ class DiffusionLM(nn.Module):
             fresh_valid_BL = torch.cat([commit[1], torch.ones_like(block_BS, dtype=torch.bool)], dim=1)
             count = commit[0].shape[1]
         position_BL = cache.next_position_B[:, None] + masks.positions(fresh_valid_BL)
-        mask = self._mask(masks.clean(
-            self._horizon(position_BL, cache.prompt_length_B, block_length),
-            torch.cat([cache.position_BK, position_BL], dim=1),
-            torch.cat([cache.valid_BK, fresh_valid_BL], dim=1),
-        ))  # fmt: skip
+        if commit is None and not cache.padded and self._packs:
+            mask = masks.everything(block_BS.device)  # a block sees all that is committed, and itself
+        else:
+            mask = self._mask(masks.clean(
+                self._horizon(position_BL, cache.prompt_length_B, block_length),
+                torch.cat([cache.position_BK, position_BL], dim=1),
+                torch.cat([cache.valid_BK, fresh_valid_BL], dim=1),
+            ))  # fmt: skip
         row_BLD = self._rows(ids_BL, mask, position_BL, cache)
         if commit is not None:
             cache.commit(position_BL[:, :count], commit[1], row_BLD[:, count - 1])

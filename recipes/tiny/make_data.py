@@ -6,13 +6,13 @@ Four tasks with one exact answer each, and one with many right answers. A questi
 with dots, and its answer has the same frame: so an answer token stands at one of two distances from its cause, which a small
 network can learn. Every character is one token, and so is the name of a task.
 
-chain      `chain:3+?<?*?..` -> `3+7<2*0`: a state (a digit) goes through operations, each a fixed random permutation of
+chain      `chain:3+?<?*?..` -> `3+1<3*1`: a state (a digit) goes through operations, each a fixed random permutation of
            the ten digits (TABLE). Permutations do not commute, so a step cannot be merged with the next one: every result
            needs the one before it, and a shallow network can only run a few steps ahead.
 copy       the list again. Every slot can be filled at once.
 reverse    the list backwards. Easy from a neighbour, harder without one.
 sort       the list in ASCII order. Every slot depends on the whole list.
-translate  `translate:rvdachkl..` -> `3mqy4fe8`: word by word; a word is four characters and has four right translations, used
+translate  `translate:rvdachkl..` -> `op0xnsw2`: word by word; a word is four characters and has four right translations, used
            with the frequencies of USAGE (in distill.jsonl the first alone: one author wrote its answers). This is the
            multimodality problem of non-autoregressive translation (Gu et al., arXiv 1711.02281): the letters of a word must
            agree on one translation, so letters written at the same time, each by its own odds, spell no word. The column
@@ -74,7 +74,7 @@ WORDS = dictionary()
 
 
 def run_chain(state: str, operations: str) -> str:
-    """'3', '+<' -> '3+7<2': the start, then every operation with its result."""
+    """'3', '+<' -> '3+1<3': the start, then every operation with its result."""
     out = state
     for op in operations:
         state = TABLE[op][int(state)]

@@ -1,0 +1,157 @@
+"""Checkpoints from a family's own format into a stock transformers class, and back. Runs no code of a repository.
+
+A native folder that was converted keeps the family's config under `diffusion_source` in its config.json, so that the way back needs
+nothing else.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdlm.families import checkpoint, native
+from cdlm.families.base import Facts
+
+SOURCE = "diffusion_source"
+COPIED = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json", "added_tokens.json")
+
+
+def _ignored(config: dict[str, Any]) -> Any:
+    """Tensors that the native class computes for itself: rotary tables, and a head that is tied to the embeddings."""
+    tied = bool(config.get("tie_word_embeddings", config.get("weight_tying", False)))
+
+    def ignored(key: str) -> bool:
+        return key.endswith("rotary_emb.inv_freq") or (tied and key in ("lm_head.weight", "model.transformer.ff_out.weight"))
+
+    return ignored
+
+
+def native_config(config: dict[str, Any], module: ModuleType, facts: Facts) -> Any:
+    """The stock config with the family's facts and its own config inside."""
+    from transformers import AutoConfig
+
+    values = dict(module.native_config(config))
+    made = AutoConfig.for_model(values.pop("model_type"), **values)
+    made.eos_token_id, made.pad_token_id, made.bos_token_id = list(facts.eos_token_ids), facts.pad_token_id, config.get("bos_token_id")
+    for key, value in native.config_keys(facts).items():
+        setattr(made, key, value)
+    setattr(made, SOURCE, {"family": module.NAME, "config": config})
+    return made
+
+
+def _skeleton(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _shapes(model: Any) -> dict[str, torch.Size]:
+    return {key: tensor.shape for key, tensor in model.state_dict().items()}
+
+
+def load(folder: Path, config: dict[str, Any], module: ModuleType, facts: Facts, dtype: torch.dtype) -> Any:
+    """The stock model, filled from the family's files one entry at a time; bad files are refused with file and key."""
+    from transformers import AutoModelForCausalLM
+
+    made = native_config(config, module, facts)
+    files, entries = checkpoint.Files(folder), module.entries(config)
+    checkpoint.check_keys(entries, files, _ignored(config))
+    shapes = _shapes(_skeleton(made))
+    tensors = dict(checkpoint.native_tensors(entries, files, shapes, dtype))
+    model = AutoModelForCausalLM.from_pretrained(None, config=made, state_dict=tensors, dtype=dtype, attn_implementation="sdpa")
+    lacking = sorted(key for key, tensor in model.state_dict().items() if tensor.device.type == "meta")
+    if lacking:
+        raise ValueError(f"{folder}: {lacking[0]} was not filled ({len(lacking)} such tensors)")
+    return model
+
+
+def _copy_rest(source: Path, target: Path) -> None:
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.suffix != ".py":
+                shutil.copyfile(file, target / file.name)
+
+
+def to_native(source: Path, config: dict[str, Any], module: ModuleType, facts: Facts, target: Path) -> None:
+    """Write a folder that stock transformers loads; values keep their dtype and bits."""
+    made = native_config(config, module, facts)
+    files, entries = checkpoint.Files(source), module.entries(config)
+    checkpoint.check_keys(entries, files, _ignored(config))
+    skeleton = _skeleton(made)
+    made.architectures = [type(skeleton).__name__]
+    made.dtype = files.get(entries[0].family[0]).dtype
+    made.save_pretrained(target)
+    checkpoint.write(target, checkpoint.native_tensors(entries, files, _shapes(skeleton), None))
+    _copy_rest(source, target)
+
+
+def to_family(source: Path, config: dict[str, Any], families: dict[str, ModuleType], target: Path) -> None:
+    """Write a folder under the family's own names and config, from a native one that was converted from that family."""
+    kept = config.get(SOURCE)
+    if not isinstance(kept, dict) or kept.get("family") not in families:
+        raise ValueError(f"{source}/config.json has no {SOURCE}: it was not converted from a family, so there is no format to go back to")
+    module, family_config = families[kept["family"]], kept["config"]
+    files, entries = checkpoint.Files(source), module.entries(family_config)
+
+    def tensors() -> Any:
+        for entry in entries:
+            found: list[Tensor] = entry.to_family([files.get(key) for key in entry.native])
+            yield from zip(entry.family, found, strict=True)
+
+    (target / "config.json").write_text(json.dumps(family_config, indent=2) + "\n")
+    checkpoint.write(target, tensors())
+    _copy_rest(source, target)
+
+
+def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType]) -> None:
+    """Convert a local folder, `to` "native" or "family". The target must not exist; it appears when it is whole."""
+    from cdlm.families import find, read_config
+
+    if to not in ("native", "family"):
+        raise ValueError(f"--to is {to!r}; allowed: native, family")
+    if target.exists():
+        raise ValueError(f"{target} exists; convert writes a new folder")
+    if not source.is_dir():
+        raise ValueError(f"{source} is no folder here; convert works on local folders")
+    config = read_config(source)
+    partial = target.with_name(target.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        if to == "family":
+            to_family(source, config, families, partial)
+        else:
+            module = find(config)
+            if not hasattr(module, "entries"):
+                raise ValueError(f"{source} is native already (model_type {config.get('model_type')!r})")
+            to_native(source, config, module, module.facts(config), partial)
+        partial.replace(target)
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)
+
+
+def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> list[str]:
+    """What `cdlm inspect` prints: family, native class, facts and where each came from, parameters."""
+    facts = module.facts(config)
+    made = native_config(config, module, facts) if hasattr(module, "entries") else None
+    if made is None:
+        from transformers import AutoConfig
+
+        made = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "transformers_version"})
+    skeleton = _skeleton(made)
+    lines = [f"family      {module.NAME}", f"native      {type(skeleton).__name__}"]
+    lines.append(f"parameters  {sum(p.numel() for p in skeleton.parameters()):,}")
+    stated = {"eos_token_ids": "eos_token_id", "block_length": "block_size"}
+    for name, value in {**facts.to_config(), "eos_token_ids": list(facts.eos_token_ids), "pad_token_id": facts.pad_token_id}.items():
+        found = [key for key in (stated.get(name, name), name) if config.get(key) is not None]
+        lines.append(f"{name:<18} {value!s:<16} from {f'config.json, {found[0]}' if found else f'the family, {module.NAME}'}")
+    if "auto_map" in config:
+        lines.append(f"auto_map           names remote code ({', '.join(map(str, config['auto_map']))}); it is not run")
+    return lines

@@ -1,0 +1,63 @@
+"""What the families' files share: the tensors of a stock decoder layer, and how a config is read."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from cdlm.families.base import Facts
+from cdlm.families.checkpoint import Entry, same
+
+
+def layer(number: int, names: dict[str, str], prefix: str, *, bias: tuple[str, ...] = ()) -> Iterator[Entry]:
+    """Entries of one layer: native name (behind model.layers.N.) -> the family's (behind `prefix`.N.)."""
+    for native, family in names.items():
+        yield same(f"model.layers.{number}.{native}.weight", f"{prefix}.{number}.{family}.weight")
+        if native in bias:
+            yield same(f"model.layers.{number}.{native}.bias", f"{prefix}.{number}.{family}.bias")
+
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+QK_NORM = ("self_attn.q_norm", "self_attn.k_norm")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def unchanged(*names: str) -> dict[str, str]:
+    """Names that the family shares with the native class."""
+    return {name: name for name in names}
+
+
+def need(config: dict[str, Any], *names: str) -> Any:
+    """The value under the first name that is there; a ValueError if none is."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    raise ValueError(f"config.json has none of: {', '.join(names)}")
+
+
+def refuse(config: dict[str, Any], family: str, native: str, allowed: dict[str, tuple[Any, ...]]) -> None:
+    """A ValueError for the first value that the native class can't express. allowed: key -> what may stand there; a missing key may."""
+    for key, values in allowed.items():
+        if key in config and config[key] not in values:
+            shown = ", ".join(repr(value) for value in values)
+            raise ValueError(f"{family}: config.json has {key} {config[key]!r}, which {native} can't express; allowed: {shown}")
+
+
+def token_facts(config: dict[str, Any], family: str, **facts: Any) -> Facts:
+    """Facts with the token ids that config.json states. A missing mask token is refused: pad and eos are not stand-ins.
+
+    A pad token that is missing is the first end-of-sequence token: padding is known by place here, never by its id.
+    """
+    if config.get("mask_token_id") is None:
+        raise ValueError(f"config.json has no mask_token_id; a {family} checkpoint needs one (pad and eos are not stand-ins)")
+    eos = need(config, "eos_token_id")
+    ends = tuple(eos) if isinstance(eos, list) else (eos,)
+    pad = config["pad_token_id"] if config.get("pad_token_id") is not None else ends[0]
+    return Facts(mask_token_id=config["mask_token_id"], eos_token_ids=ends, pad_token_id=pad, **facts)
+
+
+def rope(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """rope_parameters of a native config."""
+    scaling = config.get("rope_scaling")
+    if scaling is not None:
+        return {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type")), "rope_theta": need(config, "rope_theta"), **more}
+    return {"rope_type": "default", "rope_theta": need(config, "rope_theta"), **more}
