@@ -56,14 +56,12 @@ def _shapes(model: Any) -> dict[str, torch.Size]:
 
 def load(folder: Path, config: dict[str, Any], module: ModuleType, facts: Facts, dtype: torch.dtype) -> Any:
     """The stock model, filled from the family's files one entry at a time; bad files are refused with file and key."""
-    from transformers import AutoModelForCausalLM
-
     made = native_config(config, module, facts)
     files, entries = checkpoint.Files(folder), module.entries(config)
     checkpoint.check_keys(entries, files, _ignored(config))
-    shapes = _shapes(_skeleton(made))
-    tensors = dict(checkpoint.native_tensors(entries, files, shapes, dtype))
-    model = AutoModelForCausalLM.from_pretrained(None, config=made, state_dict=tensors, dtype=dtype, attn_implementation="sdpa")
+    skeleton = _skeleton(made)
+    tensors = dict(checkpoint.native_tensors(entries, files, _shapes(skeleton), dtype))
+    model = type(skeleton).from_pretrained(None, config=made, state_dict=tensors, dtype=dtype, attn_implementation="sdpa")
     lacking = sorted(key for key, tensor in model.state_dict().items() if tensor.device.type == "meta")
     if lacking:
         raise ValueError(f"{folder}: {lacking[0]} was not filled ({len(lacking)} such tensors)")
