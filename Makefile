@@ -32,7 +32,7 @@ smoke: $(VENV)/.run
 
 # Compiles the attention kernels for GPUs that need not be here; fails on a spill.
 kernels: $(VENV)/.dev
-	$(BIN)/cdlm kernels $(ARGS)
+	$(BIN)/cdlm kernels --json eval/results/kernels.json $(ARGS)
 
 # On a machine with a GPU: is attention right there, and how fast? Writes eval/results/<device>.json.
 gpu-check: $(VENV)/.dev

@@ -259,6 +259,7 @@ def _kernels(args: argparse.Namespace) -> int:
         raise ValueError("triton is not installed: pip install 'cdlm[kernels]'")
     from cdlm.attention import machine_code
 
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what triton 3.9 does unasked; said, so that it does not warn
     machine_code.check_targets(args.targets)
     found = machine_code.survey(args.targets, workers=os.cpu_count() or 1)
     print(machine_code.table(found))
