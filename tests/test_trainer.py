@@ -1,6 +1,7 @@
 """What a step trains, with which weights, and that neither grouping nor a break changes it."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,16 +82,18 @@ def kl(target: torch.Tensor, logits: torch.Tensor) -> float:
 
 
 def test_the_losses_are_those_of_the_states(folder, tmp_path):
-    """Equation 4 and 5 of a step, by a loop over rows and slots."""
+    """Equations 4, 5 and 6 of a step, by a loop over rows and slots; the teacher's head is not the student's, which has moved on."""
     model = random_model()
     t = trainer(folder, tmp_path, model)
+    with torch.no_grad():
+        model.head.weight.mul_(1.2)
     rows = [t.train_dataset[i] for i in range(4)]
     rows[0]["decoded"] = torch.tensor(BLOCK)  # as if the teacher had stopped after the first block
     batch = t.data_collator(rows)
     from cdlm.trainer import cdlm_losses
 
     found = cdlm_losses(t, batch)
-    distill, consistent = 0.0, 0.0
+    distill, consistent, restore = 0.0, 0.0, 0.0
     for row in rows:
         prompt = len(row["prompt_ids"])
         valid = torch.ones(1, prompt + BUDGET, dtype=torch.bool)
@@ -100,7 +103,15 @@ def test_the_losses_are_those_of_the_states(folder, tmp_path):
                     torch.cat([torch.tensor(row["prompt_ids"]), row[key]])[None], valid, torch.tensor([prompt]), BLOCK
                 )[0, prompt:] for key in ("y", "y_star")
             )
-            teacher = model.head(row["hidden"].float())
+            teacher = t.teacher_head(row["hidden"].float())
+            level = 0.02 + 0.98 * float(row["level"])
+            masked = [i for i in range(BUDGET) if float(row["uniform"][i]) < level]
+            noisy = row["answer"].clone()
+            noisy[masked] = 1
+            restored = model.sequence_logits(
+                torch.cat([torch.tensor(row["prompt_ids"]), noisy])[None], valid, torch.tensor([prompt]), BLOCK
+            )[0, prompt:].log_softmax(-1)
+        restore -= sum(float(restored[i, row["answer"][i]]) for i in masked) / level / BUDGET / 4
         u = [i for i in range(BUDGET) if row["y"][i] == 1 and row["y_star"][i] != 1]
         s = [i for i in range(int(row["decoded"])) if row["y_star"][i] == 1]
         assert u and not set(u) & set(s)
@@ -108,6 +119,22 @@ def test_the_losses_are_those_of_the_states(folder, tmp_path):
         consistent += sum(kl(later[i], logits[i]) for i in s) / len(s) / 4 if s else 0.0
     assert found["distill"].item() == pytest.approx(distill, rel=1e-4)
     assert found["consistency"].item() == pytest.approx(consistent, rel=1e-4)
+    assert found["dlm"].item() == pytest.approx(restore, rel=1e-4)
+
+
+def test_states_of_a_teacher_that_stopped_early(folder):
+    """Steps are drawn from those it took; blocks it never decoded are masked in every state, and counted out."""
+    model, whole = random_model(), Trajectories(folder)[0]
+    never = torch.arange(BUDGET) >= BLOCK
+    stopped = replace(whole, decoded=BLOCK, step=whole.step.masked_fill(never, -1), tokens=whole.tokens.masked_fill(never, 1))
+    dataset, starts = TrajectoryStates([stopped], model, BLOCK, seed=0), set()
+    for epoch in range(60):
+        dataset.set_epoch(epoch)
+        row = dataset[0]
+        assert int(row["decoded"]) == BLOCK
+        assert bool((row["y_star"][:BLOCK] != 1).all()) and bool((row["y_star"][BLOCK:] == 1).all())
+        starts.add(int((row["y"] != 1).sum()))
+    assert starts == set(range(BLOCK)), "60 draws miss one of 4 with probability below 4 (3/4)**60 = 1.3e-7"
 
 
 def test_a_student_that_is_its_teacher_has_no_distillation_loss(folder):
