@@ -11,7 +11,7 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 from cdlm import cli, families
-from cdlm.families import checkpoint
+from cdlm.families import checkpoint, convert
 
 FIXTURES = ROOT / "tests" / "fixtures"
 NAMES = ("dream", "llada", "llada2_moe", "lladamoe", "sdar")
@@ -168,3 +168,58 @@ def test_inspect_says_what_a_checkpoint_is(capsys):
     assert f"parameters  {count:,}" in said
     assert "block_length       4                from config.json, block_size" in said
     assert "block_origin       zero             from the family, sdar" in said
+
+
+def other_shape(tmp_path: Path, name: str, **values) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint in a family's format with other sizes than the fixture's, and its tensors under native names."""
+    folder = tmp_path / f"{name}-other"
+    folder.mkdir()
+    config = {**json.loads((FIXTURES / name / "config.json").read_text()), **values}
+    (folder / "config.json").write_text(json.dumps(config))
+    module = families.find(config)
+    skeleton = convert._skeleton(convert.native_config(config, module, module.facts(config)))
+    draw = torch.Generator().manual_seed(0)
+    native = {key: torch.randn(shape, generator=draw) for key, shape in convert._shapes(skeleton).items()}
+    entries = module.entries(config)
+    family = {
+        key: tensor.contiguous()
+        for entry in entries for key, tensor in zip(entry.family, entry.to_family([native[k] for k in entry.native]), strict=True)
+    }  # fmt: skip
+    save_file(family, folder / "model.safetensors", {"format": "pt"})
+    return folder, {key: native[key] for entry in entries for key in entry.native}
+
+
+SHAPES = {
+    "llada, grouped heads": ("llada", {"n_kv_heads": 2}, {"num_key_value_heads": 2}),
+    "llada, one key head": ("llada", {"n_kv_heads": None, "multi_query_attention": True}, {"num_key_value_heads": 1}),
+    "llada, all heads": ("llada", {"n_kv_heads": None}, {"num_key_value_heads": 4}),
+    "llada, more rows than tokens": ("llada", {"embedding_size": 192}, {"vocab_size": 192}),
+    "llada, tied": ("llada", {"weight_tying": True}, {"tie_word_embeddings": True}),
+    "llada, deeper and wider": ("llada", {"n_layers": 3, "d_model": 48, "mlp_hidden_size": 40}, {"hidden_size": 48}),
+    "dream, tied": ("dream", {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
+    "sdar, tied": ("sdar", {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
+    "lladamoe, more experts": ("lladamoe", {"num_experts": 6, "num_key_value_heads": 2}, {"num_experts": 6, "norm_topk_prob": False}),
+    "llada2_moe, two dense layers": ("llada2_moe", {"first_k_dense_replace": 2}, {"first_k_dense_replace": 2, "norm_topk_prob": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, values, wanted", SHAPES.values(), ids=SHAPES)
+def test_other_shapes_of_a_family(name, values, wanted, tmp_path):
+    folder, native = other_shape(tmp_path, name, **values)
+    hf = families.load(folder).hf
+    assert {key: getattr(hf.config, key) for key in wanted} == wanted
+    state = hf.state_dict()
+    assert all(torch.equal(state[key], tensor) for key, tensor in native.items())
+    if hf.config.tie_word_embeddings:
+        assert hf.get_output_embeddings().weight.data_ptr() == hf.get_input_embeddings().weight.data_ptr()
+    cli.main(["convert", str(folder), str(tmp_path / "n"), "--to", "native"])
+    cli.main(["convert", str(tmp_path / "n"), str(tmp_path / "f"), "--to", "family"])
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "f" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_fast_dllm_v2_is_a_shifted_qwen2_with_blocks_of_32():
+    config = json.loads((FIXTURES / "dream" / "config.json").read_text())
+    facts = families.find({**config, "model_type": "Fast_dLLM_Qwen"}).facts({**config, "model_type": "Fast_dLLM_Qwen"})
+    assert (facts.logit_shift, facts.block_length, facts.block_origin, facts.prompt_attention) == (True, 32, "zero", "block_causal")
+    assert families.find({**config, "model_type": "Fast_dLLM_Qwen"}).facts({**config, "bd_size": 8}).block_length == 8
