@@ -223,3 +223,18 @@ def test_fast_dllm_v2_is_a_shifted_qwen2_with_blocks_of_32():
     facts = families.find({**config, "model_type": "Fast_dLLM_Qwen"}).facts({**config, "model_type": "Fast_dLLM_Qwen"})
     assert (facts.logit_shift, facts.block_length, facts.block_origin, facts.prompt_attention) == (True, 32, "zero", "block_causal")
     assert families.find({**config, "model_type": "Fast_dLLM_Qwen"}).facts({**config, "bd_size": 8}).block_length == 8
+
+
+FACTS = {  # spec of the families: shift, block length, where blocks start, how prompt rows look at one another
+    "llada": (False, None, "prompt_end", "bidirectional"), "lladamoe": (False, None, "prompt_end", "bidirectional"),
+    "dream": (True, None, "prompt_end", "bidirectional"), "sdar": (False, 4, "zero", "block_causal"),
+    "llada2_moe": (False, 32, "zero", "block_causal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_of_a_family(name):
+    config = json.loads((FIXTURES / name / "config.json").read_text())
+    facts = families.find(config).facts(config)
+    assert (facts.logit_shift, facts.block_length, facts.block_origin, facts.prompt_attention) == FACTS[name]
+    assert (facts.mask_token_id, facts.eos_token_ids, facts.pad_token_id) == (159, (158,), 158)
