@@ -124,7 +124,7 @@ class Recorder:
 
     def __call__(self, step: Step) -> None:
         row, slot = step.reveal_AS.nonzero(as_tuple=True)
-        where = (step.row_A[row].cpu(), slot.cpu() + step.first_slot)
+        where = (step.row_A[row].cpu(), (slot + step.first_slot_A[row]).cpu())
         self.step[where] = self.taken[where[0]]
         self.confidence[where] = step.confidence_AS[row, slot].float().cpu()
         self.hidden[where] = step.hidden_ASD[row, slot].to(torch.bfloat16).cpu()
@@ -258,7 +258,7 @@ def _decode_batch(
             DecodeConfig(**{**asdict(config), "temperature": temperature}), callback=recorder, seeds=seeds,
         )
         hidden.append(recorder.hidden)
-        final = out.filled_BN.cpu()
+        final = out.filled_BM.cpu()
         for row, (number, example) in enumerate(part):
             answer_ids = out.answer(row, model.facts.eos_token_ids)
             rows.append({

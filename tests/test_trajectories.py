@@ -42,14 +42,14 @@ def test_replay_gives_every_state_of_the_teacher(tmp_path):
 
         def watch(step, seen=seen):
             now = seen[-1].clone()
-            now[step.first_slot : step.first_slot + BLOCK] = step.ids_AS[0]
+            now[int(step.first_slot_A[0]) : int(step.first_slot_A[0]) + BLOCK] = step.ids_AS[0]
             seen.append(now)
 
         asked = DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, block_causal=False, use_cache=False, stop_at_eos=False)
         out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), asked, callback=watch)
         states = list(replay(stored[i], 1))
         assert len(states) == BUDGET + 1 and all(torch.equal(a, b) for a, b in zip(states, seen, strict=True))
-        assert torch.equal(states[-1], out.filled_BN[0])
+        assert torch.equal(states[-1], out.filled_BM[0])
         assert [int((s == 1).sum()) for s in states] == list(range(BUDGET, -1, -1))
 
 
@@ -71,9 +71,9 @@ def test_head_of_the_stored_hidden_rows_is_the_teachers_logits(tmp_path):
                 assert torch.allclose(t.hidden[slot].float(), row, rtol=2**-8, atol=1e-5)
                 logits, rebuilt = model.head(row), model.head(t.hidden[slot].float())
             assert float((logits - rebuilt).abs().max()) < 0.02 * float(logits.abs().max())
+            assert float(t.confidence[slot]) == pytest.approx(float(logits.softmax(-1)[t.tokens[slot]]), abs=1e-5)
             logits[1] = rebuilt[1] = -torch.inf
             assert int(logits.argmax()) == int(t.tokens[slot])
-            assert float(t.confidence[slot]) == pytest.approx(float(logits.softmax(-1).max()), abs=1e-5)
 
 
 def test_a_shifted_teacher_stores_the_row_that_produced_the_logits(tmp_path):

@@ -128,13 +128,9 @@ class DiffusionLM(nn.Module):
         """Aligned logits of whole sequences, [B, L, V]; arguments as in `sequence_hidden`."""
         return self.head(self.sequence_hidden(*args, **kwargs))
 
-    def new_cache(self, prompt_valid_BL: Tensor, max_new_tokens: int) -> BlockCache:
-        """An empty cache for these prompts and as many new tokens."""
-        return BlockCache(
-            layers=self.hf.config.num_hidden_layers,
-            capacity=prompt_valid_BL.shape[1] + max_new_tokens,
-            prompt_length_B=prompt_valid_BL.sum(dim=1),
-        )
+    def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
+        """An empty cache for prompts of these lengths and `capacity` tokens a row, padding included."""
+        return BlockCache(layers=self.hf.config.num_hidden_layers, capacity=capacity, prompt_length_B=prompt_length_B)
 
     def denoise(
         self, block_BS: Tensor, cache: BlockCache, block_length: int, commit: tuple[Tensor, Tensor] | None = None
@@ -152,7 +148,8 @@ class DiffusionLM(nn.Module):
             fresh_valid_BL = torch.cat([commit[1], torch.ones_like(block_BS, dtype=torch.bool)], dim=1)
             count = commit[0].shape[1]
         position_BL = cache.next_position_B[:, None] + masks.positions(fresh_valid_BL)
-        if commit is None and not cache.padded and self._packs:
+        causal_tail = self.facts.block_origin == "zero" and self.facts.prompt_attention == "causal"
+        if commit is None and not cache.padded and self._packs and not causal_tail:
             mask = masks.everything(block_BS.device)  # a block sees all that is committed, and itself
         else:
             mask = self._mask(masks.clean(
@@ -167,7 +164,7 @@ class DiffusionLM(nn.Module):
 
     def prefill(self, prompt_BP: Tensor, valid_BP: Tensor, max_new_tokens: int, block_length: int) -> BlockCache:
         """A cache that holds the prompt, from a forward of the prompt alone."""
-        cache = self.new_cache(valid_BP, max_new_tokens)
+        cache = self.new_cache(valid_BP.sum(dim=1), prompt_BP.shape[1] + max_new_tokens)
         self.commit(prompt_BP, valid_BP, cache, block_length)
         return cache
 
