@@ -23,7 +23,6 @@ from torch import Tensor
 from cdlm import unmask
 from cdlm.families.base import DiffusionLM
 
-
 ORDERS = ("confidence", "entropy", "margin", "sequential")
 SCHEDULES = ("even", "timesteps")
 WAYS = ("confidence_threshold", "tokens_per_step", "steps", "steps_per_block")
@@ -44,6 +43,7 @@ class DecodeConfig:
     block_causal: the student's mask; False is the full bidirectional attention of the teacher.
     use_cache: exact block cache; needs block_causal.
     stop_at_eos: a row stops after the block that holds its first end-of-sequence token. False decodes the whole budget.
+    stop_length: a row stops only where a block of this length ends, a multiple of block_length (default: block_length).
     temperature: 0 takes the most probable token; above 0 samples from softmax(logits / temperature). The confidence is
         the probability of the chosen token under softmax(logits) either way.
     top_k, top_p: only the k most probable tokens, or the fewest whose probabilities add up to p, can be chosen; probabilities (and
@@ -61,6 +61,7 @@ class DecodeConfig:
     block_causal: bool = True
     use_cache: bool = True
     stop_at_eos: bool = True
+    stop_length: int | None = None
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -84,6 +85,8 @@ class DecodeConfig:
             raise ValueError("schedule 'timesteps' spreads steps; give steps")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above, and finite")
+        if self.stop_length is not None and (self.stop_length < 1 or self.stop_length % self.block_length):
+            raise ValueError(f"stop_length is {self.stop_length}; it must be a multiple of block_length, {self.block_length}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; at least 1 token must be left to choose from")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -380,6 +383,9 @@ def decode(
     steps, commits, decoded, tails = [0] * batch, [0] * batch, [0] * batch, canvas.tail_B.tolist()
     source: _Rows = (_CachedBlocks if config.use_cache else _WholeSequence)(model, canvas, valid_BP.sum(dim=1), config)
     row_A, length = torch.arange(batch, device=device), canvas.ids_BG.shape[1]
+    ended_B = torch.zeros(batch, dtype=torch.bool, device=device)
+    # Where a row's blocks begin, counted from where blocks of stop_length do.
+    start_B = valid_BP.sum(dim=1) - canvas.tail_B if facts.block_origin == "zero" else torch.zeros_like(canvas.tail_B)
 
     for block, first in enumerate(range(0, length, config.block_length)):
         end = min(first + config.block_length, length)
@@ -428,7 +434,8 @@ def decode(
         canvas.ids_BG[row_A, first:end] = block_AS
         going_A = canvas.end_B[row_A] > end
         if config.stop_at_eos:
-            going_A &= ~(torch.isin(block_AS, eos) & answer_AS).any(dim=1)
+            ended_B[row_A] |= (torch.isin(block_AS, eos) & answer_AS).any(dim=1)
+            going_A &= ~(ended_B[row_A] & ((start_B[row_A] + end) % (config.stop_length or config.block_length) == 0))
         row_A = row_A[going_A]
         if row_A.shape[0] == 0:
             break

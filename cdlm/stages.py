@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cdlm import data, families, trajectories
-from cdlm.decode import DecodeConfig, changed
+from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 
@@ -95,6 +95,8 @@ class Run:
                 f"data.max_prompt_tokens {r.data.max_prompt_tokens} and decode.max_new_tokens {r.decode.max_new_tokens} are {longest} "
                 f"positions; the model has {room}"
             )
+        if r.scratch is None:
+            trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
         self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
         self.examples(tokenizer, "test", r.evaluate.num_prompts)
         if r.train.lora is not None:
@@ -173,7 +175,8 @@ def collect(run: Run) -> None:
     tokenizer = run.tokenizer(model.facts)
     examples = run.examples(tokenizer, "prompts", c.num_prompts)
     count = len(examples) * len(c.temperatures)
-    size = trajectories.hidden_bytes(count, r.decode.max_new_tokens, model.hf.config.hidden_size)
+    width = slots(model.facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
+    size = trajectories.hidden_bytes(count, width, model.hf.config.hidden_size)
     there = sum(file.stat().st_size for file in run.trajectories.glob("shard-*.safetensors"))
     run.say(f"collect: {count} trajectories, {size / 2**20:.1f} MiB of hidden rows, into {run.trajectories}")
     free = shutil.disk_usage(run.out).free
@@ -354,9 +357,8 @@ def evaluate(run: Run) -> None:
         with peft_model.disable_adapter() if peft_model is not None else contextlib.nullcontext():
             yield
 
-    naive = DecodeConfig(
-        max_new_tokens=r.decode.max_new_tokens, block_length=r.decode.block_length, tokens_per_step=1,
-        block_causal=False, use_cache=False, stop_at_eos=e.teacher_stops_at_eos,
+    naive = trajectories.teacher_decoding(
+        teacher.facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=e.teacher_stops_at_eos
     )
     tau = r.decode.confidence_threshold
     thresholds = sorted({*e.thresholds, tau})

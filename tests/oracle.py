@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 
 from cdlm import families, masks
-from cdlm.decode import DecodeConfig, decode
+from cdlm.decode import DecodeConfig, Step, decode
 from cdlm.unmask import Rule
 
 LARGEST = 1e-4
@@ -58,6 +58,16 @@ def exactly(count: int) -> Rule:
         return torch.zeros_like(is_open).scatter(1, top, True)
 
     return rule
+
+
+class States:
+    """A callback that keeps the block as it was after every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, step: Step) -> None:
+        self.seen.append(step.ids_AS.clone())
 
 
 def decoding(key: str) -> tuple[DecodeConfig, Rule | None] | None:
@@ -123,13 +133,11 @@ def token_matches(model: Any, reference: dict[str, torch.Tensor]) -> dict[str, t
             found[key] = UNKNOWN
             continue
         config, rule = asked
-        states: list[torch.Tensor] = []
-        out = decode(
-            model, prompt, torch.ones_like(prompt, dtype=torch.bool), config, rule=rule, callback=lambda step: states.append(step.ids_AS.clone())
-        )
+        states = States()
+        out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), config, rule=rule, callback=states)
         theirs = reference[key]
         if key.startswith("gen_history"):
-            ours, theirs = torch.stack(states), theirs[:, :, prompt.shape[1] :]
+            ours, theirs = torch.stack(states.seen), theirs[:, :, prompt.shape[1] :]
             assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
         else:
             if torch.equal(theirs[:, : prompt.shape[1]], prompt):

@@ -98,7 +98,8 @@ def generate(
             # Keep the pending tokens' keys and values, drop the block's.
             cache.crop(-slots.shape[1])
             if count > 0:
-                key_valid, key_position = torch.cat([key_valid, pending_valid], dim=1), torch.cat([key_position, position[:, :count]], dim=1)
+                key_valid = torch.cat([key_valid, pending_valid], dim=1)
+                key_position = torch.cat([key_position, position[:, :count]], dim=1)
                 before, logits = logits[:, :1], logits[:, 1:]
                 pending, pending_valid = pending[:, :0], pending_valid[:, :0]
             if shifted:

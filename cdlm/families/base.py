@@ -48,6 +48,11 @@ class Facts:
                 f"(pad {self.pad_token_id}, eos {list(self.eos_token_ids)}); a diffusion model needs a mask token of its own"
             )
 
+    @property
+    def block_causal(self) -> bool:
+        """Whether the checkpoint itself is a block diffusion model, trained under the block-causal mask with blocks of block_length."""
+        return self.block_length is not None
+
     def to_config(self) -> dict[str, Any]:
         """As keys of config.json; token ids that transformers has keys for stay under those."""
         named = asdict(self)
