@@ -2,7 +2,7 @@
 
 A key map is a list of entries, one for each group of tensors that belong together: the same tensor under another name, one tensor
 cut into several, or many stacked into one. Both directions move values without arithmetic, so a round trip is bit-identical.
-Files are memory-mapped; a tensor is in memory when it is asked for, one entry at a time.
+Files are memory-mapped; a tensor is in memory when it is asked for, one entry at a time, and what was read is let go of again.
 """
 
 import json
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Move = Callable[[list[Tensor]], list[Tensor]]
+RELEASE = 128 * 2**20  # bytes read after which files are mapped anew, so that pages already copied leave memory
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,29 @@ class Files:
             found = f" ({pickles[0]} is a pickle, which can run code when it is read; convert it to safetensors)" if pickles else ""
             raise ValueError(f"{folder} has no model.safetensors and no model.safetensors.index.json{found}")
         self._open: dict[str, Any] = {}
+        self._read = 0
         self._where: dict[str, str] = {}
         for name in names:
-            try:
-                self._open[name] = safe_open(folder / name, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{folder / name} can't be read: {error}") from None
-            for key in self._open[name].keys():
+            for key in self._file(name).keys():
                 self._where[key] = name
         for key, name in (where or {}).items():
             if self._where.get(key) != name:
                 raise ValueError(f"{index} says that {name} holds {key}; it does not")
+
+    def _file(self, name: str) -> Any:
+        """The open file, memory-mapped."""
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.folder / name, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{self.folder / name} can't be read: {error}") from None
+        return self._open[name]
+
+    def release(self) -> None:
+        """Called when the tensors given out so far have been copied: maps the files anew once RELEASE bytes were read."""
+        if self._read > RELEASE:
+            self._open.clear()
+            self._read = 0
 
     def __contains__(self, key: str) -> bool:
         return key in self._where
@@ -104,10 +117,11 @@ class Files:
         if key not in self._where:
             raise ValueError(f"{self.folder} has no tensor {key}")
         try:
-            tensor = self._open[self._where[key]].get_tensor(key)
+            tensor = self._file(self._where[key]).get_tensor(key)
         except SafetensorError as error:
             raise ValueError(f"{self.file(key)}: {key} can't be read: {error}") from None
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        self._read += tensor.numel() * tensor.element_size()
+        if tensor.is_floating_point() and tensor.numel() and not bool(torch.stack(tensor.aminmax()).isfinite().all()):
             raise ValueError(f"{self.file(key)}: {key} holds NaN or infinity")
         return tensor
 
@@ -133,6 +147,9 @@ def native_tensors(
                 where = f"{files.file(entry.family[0])}: {entry.family[0]}"
                 raise ValueError(f"{where} has shape {tuple(tensor.shape)} as {key}; config.json says {tuple(shapes[key])}")
             yield key, tensor.to(dtype) if dtype is not None else tensor
+        del found
+        if dtype not in (None, tensor.dtype):
+            files.release()
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = 4 * 2**30) -> None:
