@@ -235,7 +235,7 @@ def _import(args: argparse.Namespace) -> int:
         max_prompt_tokens=args.max_prompt_tokens, limit=args.limit, correct_only=args.correct_only,
     )
     importers.import_folder(asked, args.source, args.target, args.model, family=args.family, say=partial(print, flush=True))
-    print(f"{args.target}: name it in a recipe, trajectories: {args.target}")
+    print(f"in a recipe, instead of collect:  trajectories: {args.target.resolve()}")
     return 0
 
 
