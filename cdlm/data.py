@@ -2,7 +2,7 @@
 
 Rows come from a .jsonl, .parquet or .json file, or from a data set of the Hub, which is written
 
-    hub:USER/NAME[/CONFIG]@REVISION[:SPLIT]        hub:openai/gsm8k/main@740312add88f781978c0658806c59bfc2815b9dc:train
+    hub:USER/NAME[/CONFIG]@REVISION[:SPLIT]        as in hub:openai/gsm8k/main@main:train
 
 REVISION is a branch, a tag or a commit. A branch such as main moves: only a commit makes a run repeatable.
 
@@ -70,7 +70,7 @@ def parse_hub(value: str, split: str) -> HubData:
     """The parts of hub:USER/NAME[/CONFIG]@REVISION[:SPLIT]; `split` where none is named."""
     match = HUB.fullmatch(value)
     if match is None:
-        raise ValueError(f"{value!r} is not of the form hub:USER/NAME[/CONFIG]@REVISION[:SPLIT], as in hub:openai/gsm8k/main@740312a:train")
+        raise ValueError(f"{value!r} is not of the form hub:USER/NAME[/CONFIG]@REVISION[:SPLIT], as in hub:openai/gsm8k/main@main:train")
     name, config, revision, named = match.groups()
     return HubData(name, config, revision, named or split)
 
