@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def parse_hub(value: str, split: str) -> HubData:
     return HubData(name, config, revision, named or split)
 
 
+def _datasets(what: str) -> Any:
+    """The library, or a ValueError that says what needs it."""
+    if find_spec("datasets") is None:
+        raise ValueError(f"{what} needs the library datasets: pip install 'cdlm[data]'")
+    import datasets
+
+    return datasets
+
+
 def load_hub(source: HubData, timeout: float = 10.0) -> tuple[Any, HubData]:
     """A split as a `datasets.Dataset`, and the source with the commit that was read. Runs no code of the repository.
 
@@ -82,7 +92,7 @@ def load_hub(source: HubData, timeout: float = 10.0) -> tuple[Any, HubData]:
     that is out of reach is one quick ValueError. With HF_HUB_OFFLINE=1 the local cache of `datasets` answers; when it holds
     another commit than the one asked for, that is an error.
     """
-    import datasets
+    datasets = _datasets(str(source))
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -105,7 +115,7 @@ def load_hub(source: HubData, timeout: float = 10.0) -> tuple[Any, HubData]:
     datasets.utils.logging.disable_progress_bar()
     try:
         found = datasets.load_dataset(source.name, source.config, revision=commit or source.revision, split=source.split)
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (no_answer, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"{where}, split {source.split}, can't be read: {error}") from None
     finally:
         if bars:
@@ -139,12 +149,13 @@ def stream_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a .jsonl, .parquet or .json file, or of a folder that `Dataset.save_to_disk` wrote, without holding all in memory
     (a .json file, one list of objects, is read whole). An error names the line that can't be read."""
     if path.is_dir():
-        import datasets
-
         try:
-            yield from datasets.load_from_disk(str(path))
-        except (OSError, ValueError) as error:
+            saved = _datasets(str(path)).load_from_disk(str(path))
+        except OSError as error:
             raise ValueError(f"{path} is no folder that Dataset.save_to_disk wrote: {error}") from None
+        if isinstance(saved, dict):
+            raise ValueError(f"{path} holds several splits, {', '.join(saved)}; name the folder of one of them")
+        yield from saved
     elif not path.is_file():
         raise ValueError(f"no data file at {path}")
     elif path.suffix == ".parquet":

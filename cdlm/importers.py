@@ -39,7 +39,7 @@ from cdlm import data, families, trajectories
 ORDERS = ("teacher", "block")
 SCREENED = {
     "summary_line": "a line of statistics, no trajectory",
-    "no_states": "no state, or states of unequal length",
+    "no_states": "no state, or states without slots or of unequal length",
     "no_prompt": "no prompt without the reference answer",
     "long_prompt": "a prompt of more tokens than --max-prompt-tokens",
     "other_prompt": "a state that starts with other tokens than the prompt",
@@ -187,9 +187,12 @@ class _Reader:
         record = FORMATS[self.asked.format](row, self.tokens, where)
         if isinstance(record, str):
             return record
-        if not record.states or len({len(state) for state in record.states}) != 1:
+        if not record.states or not record.states[0] or len({len(state) for state in record.states}) != 1:
             return "no_states"
-        states_TN = torch.tensor(record.states)
+        try:
+            states_TN = torch.tensor(record.states, dtype=torch.long)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{where}: a state holds something else than token ids: {error}") from None
         self._fits(record, states_TN, where)
         if not 0 < len(record.prompt_ids) <= self.asked.max_prompt_tokens:
             return "long_prompt"

@@ -64,7 +64,7 @@ def text(run: Run) -> str:
 
     rows = 0
     if r.trajectories:
-        run.check_trajectories()
+        run.check_trajectories(getattr(config, "max_position_embeddings", None))
         rows = read_manifest(run.trajectories)["kept"]
         lines.append(f"trajectories {rows} of {run.trajectories}; no teacher is run to make more")
     if r.collect:

@@ -42,6 +42,7 @@ class Data:
     accept_key: the column with a regular expression that every right answer matches, for questions with several.
     long_prompts: what becomes of a prompt of more than max_prompt_tokens: error or drop. long_answers: of an answer that does not
         fit into decode.max_new_tokens: error, cut (to the budget, without an end token) or drop. Both are counted and said.
+        In test, drop means cut for answers: no question is left out of a measurement because its answer is long.
     """
 
     test: str

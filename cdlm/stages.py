@@ -72,12 +72,13 @@ class Run:
     def examples(self, tokenizer: Any, which: str, limit: int | None) -> list[data.Example]:
         """Questions of data.prompts or data.test, read once a run, so that what is said of them is said once."""
         d, source = self.recipe.data, self.source(which)
+        long_answers = "cut" if which == "test" and d.long_answers == "drop" else d.long_answers
         if (which, limit) not in self._examples:
             self._examples[which, limit] = data.read_examples(
                 source if isinstance(source, Path) else self.hub(which)[0], tokenizer, name=str(source), say=self.say,
                 prompt_key=d.prompt_key, answer_key=d.answer_key, accept_key=d.accept_key, group_key=d.group_key,
                 chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, long_prompts=d.long_prompts,
-                max_new_tokens=self.recipe.decode.max_new_tokens, long_answers=d.long_answers, limit=limit, what=f"data.{which}",
+                max_new_tokens=self.recipe.decode.max_new_tokens, long_answers=long_answers, limit=limit, what=f"data.{which}",
             )
         return self._examples[which, limit]
 
@@ -114,6 +115,8 @@ class Run:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)
+        if r.trajectories is not None:
+            self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         longest = r.data.max_prompt_tokens + r.decode.max_new_tokens
         room = getattr(model.config, "max_position_embeddings", None)
         if room is not None and longest > room:
@@ -123,22 +126,26 @@ class Run:
             )
         if r.trajectories is None:
             self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
-        else:
-            self.check_trajectories()
         self.examples(tokenizer, "test", r.evaluate.num_prompts)
         if r.train.lora is not None:
             from cdlm.trainer import match_targets
 
             match_targets(model, r.train.lora.targets)
 
-    def check_trajectories(self) -> None:
-        """The folder that the recipe names fits the recipe and the model, or one ValueError."""
+    def check_trajectories(self, room: int | None) -> None:
+        """The folder that the recipe names fits the recipe and the model, or one ValueError. room: the positions of the model."""
         asked = trajectories.read_manifest(self.trajectories)["request"]
         r = self.recipe
         for name in ("max_new_tokens", "block_length"):
-            if (there := asked["decode"][name]) != (here := getattr(r.decode, name)):
+            if (there := asked.get("decode", {}).get(name)) != (here := getattr(r.decode, name)):
                 raise ValueError(f"decode.{name} is {here}; the trajectories at {self.trajectories} were made with {there}")
-        if (there := asked["teacher"]) != self.weights_hash():
+        longest = trajectories.longest_prompt(self.trajectories)
+        if room is not None and longest + r.decode.max_new_tokens > room:
+            raise ValueError(
+                f"the trajectories at {self.trajectories} have a prompt of {longest} tokens, which with decode.max_new_tokens "
+                f"{r.decode.max_new_tokens} is more than the model's {room} positions; import them with a smaller --max-prompt-tokens"
+            )
+        if (there := asked.get("teacher")) != self.weights_hash():
             raise ValueError(
                 f"the trajectories at {self.trajectories} belong to another model than {r.model}: its hash is {self.weights_hash()}, "
                 f"theirs {there}"

@@ -340,6 +340,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def longest_prompt(folder: Path) -> int:
+    """Tokens of the longest prompt among the trajectories of a finished folder."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    names = read_manifest(folder)["shards"]
+    return max(
+        pc.max(pc.list_value_length(pq.read_table(folder / f"{name}.parquet", columns=["prompt_ids"])["prompt_ids"])).as_py()
+        for name in names
+    )
+
+
 class Trajectories:
     """A finished folder, as a sequence of `Trajectory`. Hidden rows are read from disk one trajectory at a time."""
 

@@ -13,6 +13,8 @@ import yaml
 from conftest import ROOT
 from hub_fake import serve
 
+pytest.importorskip("datasets")
+
 OLD, NEW = "a" * 40, "b" * 40
 READ = """
 import sys, time
@@ -152,7 +154,7 @@ def test_published_trajectories_are_imported_from_the_hub(world, tmp_path):
     prompt, answer = [9, 10], [5, 6, 2, 2]
     left_to_right = [prompt + answer[:k] + [1] * (4 - k) for k in range(1, 5)]
     good = {"idx": 0, "prompt_ids": prompt, "trajectory": left_to_right, "is_correct": True}
-    row = {**good, "trajectory": [prompt + [7, 1, 1, 1], *left_to_right[1:]]}
+    row = {**good, "trajectory": [[*prompt, 7, 1, 1, 1], *left_to_right[1:]]}
     (tmp_path / "repository").mkdir()
     pq.write_table(pa.Table.from_pylist([good, row, good]), tmp_path / "repository" / "train.parquet")
     with serve(tmp_path / "repository", "someone/trajectories", {"main": OLD}) as (endpoint, _):

@@ -88,8 +88,7 @@ def written(folder, name, rows):
     elif name.endswith(".parquet"):
         pq.write_table(pa.Table.from_pylist(rows), folder / name)
     else:
-        import datasets
-
+        datasets = pytest.importorskip("datasets")
         datasets.Dataset.from_list(rows).save_to_disk(str(folder / name))
     return folder / name
 
@@ -251,6 +250,8 @@ def changed(row: dict, old: int, new: int) -> dict:
     (lambda d: [d.d3llm(0)], {"format": "other"}, "format is 'other'; allowed: d3llm, tad"),
     (lambda d: [d.d3llm(0)], {"order": "none"}, "order is 'none'; allowed: teacher, block"),
     (lambda d: [], {}, r"rows\.jsonl holds no rows"),
+    (lambda d: [{**d.d3llm(0), "trajectory": [[*d.prompts[0], "x"]]}], {}, "row 1: a state holds something else than token ids"),
+    (lambda d: [{**d.d3llm(0), "trajectory": [d.prompts[0]]}], {}, r"no row of .*rows\.jsonl is a trajectory"),
 ])
 def test_what_does_not_fit_the_model_is_one_error_and_leaves_nothing(made, tmp_path, rows, values, wanted):
     source = jsonl(tmp_path / "rows.jsonl", rows(made[2]))
@@ -326,6 +327,31 @@ def test_trajectories_of_another_model_are_refused(recipe, capsys, tmp_path):
     capsys.readouterr()
     assert cli.main(["train", str(recipe), "--out", "out", "--set", f"model={tmp_path / 'other'}"]) == 2
     assert "belong to another model than" in capsys.readouterr().err
+
+
+def test_a_prompt_that_leaves_no_room_for_the_budget(recipe, capsys, made, tmp_path):
+    """250 tokens and 16 slots; the model has 256 positions."""
+    rows = [made[1].d3llm(row) for row in range(40)]
+    for row in rows:
+        row["trajectory"] = [[9] * 250 + s[len(row["prompt_ids"]) :] for s in row["trajectory"]]
+        row["prompt_ids"] = [9] * 250
+    bring(made, jsonl(tmp_path / "long.jsonl", rows), tmp_path / "long")
+    capsys.readouterr()
+    assert cli.main(["train", str(recipe), "--out", "out", "--set", "trajectories=long"]) == 2
+    assert "a prompt of 250 tokens, which with decode.max_new_tokens 16 is more than the model's 256 positions" in capsys.readouterr().err
+
+
+def test_the_trajectories_of_another_run_may_be_named(tmp_path_factory, tmp_path, capsys):
+    """With their hidden rows, so equation 4 is that of the paper, and the student is the one of the run that collected them."""
+    done = mini.finished(tmp_path_factory)
+    values = mini.values() | {"model": str(done.recipe.parent / "teacher"), "trajectories": str(done.out / "trajectories")}
+    del values["collect"], values["data"]["prompts"]
+    values["data"]["test"] = str(done.recipe.parent / "test.jsonl")
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(values))
+    assert cli.main(["train", str(tmp_path / "again.yaml"), "--out", str(tmp_path / "out")]) == 0
+    assert "hidden rows" not in capsys.readouterr().out
+    file = "student/model.safetensors"
+    assert (tmp_path / "out" / file).read_bytes() == (done.out / file).read_bytes()
 
 
 def test_collect_has_nothing_to_do_where_trajectories_are_named(recipe, capsys):
