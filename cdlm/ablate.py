@@ -33,7 +33,7 @@ def run(base: Run) -> str:
     if missing:
         raise ValueError(f"train.{missing[0]} is 0: the ablation has no weight to give it; set one with --set train.{missing[0]}=...")
     base.out.mkdir(parents=True, exist_ok=True)
-    if not stages.is_done(base, "collect"):
+    if base.recipe.trajectories is None and not stages.is_done(base, "collect"):
         stages.collect(base)
     lines = ["| losses | weights (distill, consistency, dlm) | accuracy | steps | TPF |", "|---|---|---:|---:|---:|"]
     for name in VARIANTS:

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,6 +52,19 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", type=Path, metavar="SRC", help="a folder")
     convert.add_argument("target", type=Path, metavar="DST", help="a folder that does not exist yet")
     convert.add_argument("--to", required=True, help="native or family")
+    bring = commands.add_parser("import", help="published trajectories into a folder to train on, so that no teacher need run")
+    bring.add_argument("format", metavar="FORMAT", help="d3llm or tad: who wrote the file")
+    bring.add_argument("source", metavar="SOURCE", help="a .jsonl, .json or .parquet file, a folder, or hub:USER/NAME@REVISION[:SPLIT]")
+    bring.add_argument("target", type=Path, metavar="DST", help="a folder that does not exist yet")
+    bring.add_argument("--model", required=True, help="the model that will be trained: a folder or a Hub repository")
+    bring.add_argument("--family", help="read it as this family")
+    bring.add_argument("--block-length", type=int, default=32, help="slots of a block")
+    bring.add_argument("--max-new-tokens", type=int, help="budget (default: that of the first row); longer rows are cut to it")
+    bring.add_argument("--order", default="teacher", help="teacher: rows that did not go block by block are left out; block: reordered")
+    bring.add_argument("--answer-key", metavar="COLUMN", help="text of the reference answer (default: the teacher's own answer)")
+    bring.add_argument("--max-prompt-tokens", type=int, default=512, help="rows with longer prompts are left out")
+    bring.add_argument("--limit", type=int, metavar="ROWS", help="read so many rows")
+    bring.add_argument("--correct-only", action="store_true", help="leave out answers that the file calls wrong")
     roof = commands.add_parser("roofline", help="what decoding would cost on an accelerator, operator by operator")
     roof.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a known shape (an unknown name lists them)")
     roof.add_argument("--hardware", type=_names, default=["MI300X", "MI355X", "H100", "H200", "B200", "A100"], metavar="A,B", help="cards")
@@ -80,7 +94,9 @@ def main(arguments: list[str] | None = None) -> int:
     from safetensors import SafetensorError
 
     try:
-        own = {"generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert}
+        own = {
+            "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert, "import": _import,
+        }
         if args.command in own:
             return own[args.command](args)
         return _stages(args)
@@ -208,6 +224,18 @@ def _convert(args: argparse.Namespace) -> int:
 
     convert.folder(args.source, args.target, args.to, families.FAMILIES)
     print(f"{args.target}: {args.to} format")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from cdlm import importers
+
+    asked = importers.Importing(
+        args.format, block_length=args.block_length, max_new_tokens=args.max_new_tokens, order=args.order, answer_key=args.answer_key,
+        max_prompt_tokens=args.max_prompt_tokens, limit=args.limit, correct_only=args.correct_only,
+    )
+    importers.import_folder(asked, args.source, args.target, args.model, family=args.family, say=partial(print, flush=True))
+    print(f"in a recipe, instead of collect:  trajectories: {args.target.resolve()}")
     return 0
 
 

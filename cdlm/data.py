@@ -1,11 +1,20 @@
-"""How text becomes rows of tokens and batches. Knows files, columns and tokenizers; knows no model and no loss.
+"""How text becomes rows of tokens and batches. Knows files, the Hub's data sets, columns and tokenizers; knows no model and no loss.
+
+Rows come from a .jsonl, .parquet or .json file, or from a data set of the Hub, which is written
+
+    hub:USER/NAME[/CONFIG]@REVISION[:SPLIT]        as in hub:openai/gsm8k/main@main:train
+
+REVISION is a branch, a tag or a commit. A branch such as main moves: only a commit makes a run repeatable.
 
 Shapes: B rows, P prompt tokens (left padded), N answer slots.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,34 +45,165 @@ class Example:
         return text.strip() == self.answer.strip()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL or parquet file; an error names the line that can't be read."""
-    if not path.is_file():
+HUB = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?@([^:@\s]+)(?::(\S+))?")
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A split of a data set of the Hub at a revision. commit: what the revision stood for when it was read, or "" before."""
+
+    name: str
+    config: str | None
+    revision: str
+    split: str
+    commit: str = ""
+
+    def __str__(self) -> str:
+        return f"hub:{self.name}{f'/{self.config}' if self.config else ''}@{self.revision}:{self.split}"
+
+
+def is_hub(value: str) -> bool:
+    """Whether a recipe's value names a data set of the Hub, not a file."""
+    return value.startswith("hub:")
+
+
+def parse_hub(value: str, split: str) -> HubData:
+    """The parts of hub:USER/NAME[/CONFIG]@REVISION[:SPLIT]; `split` where none is named."""
+    match = HUB.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{value!r} is not of the form hub:USER/NAME[/CONFIG]@REVISION[:SPLIT], as in hub:openai/gsm8k/main@main:train")
+    name, config, revision, named = match.groups()
+    return HubData(name, config, revision, named or split)
+
+
+def _datasets(what: str) -> Any:
+    """The library, or a ValueError that says what needs it."""
+    if find_spec("datasets") is None:
+        raise ValueError(f"{what} needs the library datasets: pip install 'cdlm[data]'")
+    import datasets
+
+    return datasets
+
+
+def load_hub(source: HubData, timeout: float = 10.0) -> tuple[Any, HubData]:
+    """A split as a `datasets.Dataset`, and the source with the commit that was read. Runs no code of the repository.
+
+    The revision is resolved to a commit first, in one request of at most `timeout` seconds, so a name that is mistyped or a Hub
+    that is out of reach is one quick ValueError. With HF_HUB_OFFLINE=1 the local cache of `datasets` answers; when it holds
+    another commit than the one asked for, that is an error.
+    """
+    datasets = _datasets(str(source))
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    # What the HTTP client of huggingface_hub raises when nothing answers; which client that is depends on the version.
+    no_answer = HfHubHTTPError.__mro__[1]
+    where = f"data set {source.name} at revision {source.revision}"
+    commit = None
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            commit = HfApi().dataset_info(source.name, revision=source.revision, timeout=timeout).sha
+        except RevisionNotFoundError:
+            raise ValueError(f"the Hub has no revision {source.revision!r} of the data set {source.name}") from None
+        except RepositoryNotFoundError:
+            raise ValueError(f"the Hub has no {where}, or it is private and no token is set") from None
+        except (no_answer, OSError, ValueError) as error:
+            raise ValueError(f"the Hub at {constants.ENDPOINT} does not give {where}: {type(error).__name__}: {error}") from None
+    elif re.fullmatch(r"[0-9a-f]{40}", source.revision):
+        commit = source.revision
+    bars = datasets.utils.logging.is_progress_bar_enabled()
+    datasets.utils.logging.disable_progress_bar()
+    try:
+        found = datasets.load_dataset(source.name, source.config, revision=commit or source.revision, split=source.split)
+    except (no_answer, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{where}, split {source.split}, can't be read: {error}") from None
+    finally:
+        if bars:
+            datasets.utils.logging.enable_progress_bar()
+    # The cache keeps a data set under its commit; offline, `datasets` takes the newest there is, whatever revision it was asked for.
+    there = Path(found.cache_files[0]["filename"]).parent.name if found.cache_files else ""
+    if constants.HF_HUB_OFFLINE and commit not in (None, there):
+        raise ValueError(f"{where}: the local cache gives commit {there}, and HF_HUB_OFFLINE=1 forbids asking the Hub")
+    if len(found) == 0:
+        raise ValueError(f"{source} holds no rows")
+    return found, replace(source, commit=commit or there)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSONL file. Only "\\n" ends a line; str.splitlines would also split inside a string."""
+    try:
+        with path.open(encoding="utf-8", newline="\n") as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}, line {number} is {row!r}; every line is an object with named columns")
+                yield row
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+
+
+def stream_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a .jsonl, .parquet or .json file, or of a folder that `Dataset.save_to_disk` wrote, without holding all in memory
+    (a .json file, one list of objects, is read whole). An error names the line that can't be read."""
+    if path.is_dir():
+        try:
+            saved = _datasets(str(path)).load_from_disk(str(path))
+        except OSError as error:
+            raise ValueError(f"{path} is no folder that Dataset.save_to_disk wrote: {error}") from None
+        if isinstance(saved, dict):
+            raise ValueError(f"{path} holds several splits, {', '.join(saved)}; name the folder of one of them")
+        yield from saved
+    elif not path.is_file():
         raise ValueError(f"no data file at {path}")
-    if path.suffix == ".parquet":
+    elif path.suffix == ".parquet":
         import pyarrow.parquet
 
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
+            yield from batch.to_pylist()
     elif path.suffix == ".jsonl":
-        rows = []
+        yield from _lines(path)
+    elif path.suffix == ".json":
         try:
-            text = path.read_text(encoding="utf-8").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: {error}") from None
-        # Only "\n" ends a line of JSONL; str.splitlines would also split inside a string.
-        for number, line in enumerate(text.split("\n") if text else [], start=1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} is {row!r}; every line is an object with named columns")
-            rows.append(row)
+            rows = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{path} is no list of objects with named columns")
+        yield from rows
     else:
-        raise ValueError(f"{path} ends in {path.suffix!r}; allowed: .jsonl, .parquet")
+        raise ValueError(f"{path} ends in {path.suffix!r}; allowed: .jsonl, .parquet, .json")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file; an error names the line that can't be read."""
+    rows = list(stream_rows(path))
     if not rows:
         raise ValueError(f"{path} holds no rows")
     return rows
+
+
+USER, ASSISTANT = ("user", "human"), ("assistant", "gpt")
+
+
+def column_text(value: Any, roles: tuple[str, ...]) -> str | None:
+    """The text of a cell: text as it is, or of a chat (a list of {role, content} or {from, value}) the first turn of a role.
+
+    Other turns, a system prompt among them, are left out. None where the cell holds neither.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        return None
+    for turn in value:
+        if not isinstance(turn, dict):
+            return None
+        if turn.get("role", turn.get("from")) in roles:
+            text = turn.get("content", turn.get("value"))
+            return text if isinstance(text, str) else None
+    return None
 
 
 def prompt_ids(tokenizer, prompt: str, *, chat_template: bool) -> list[int]:
@@ -76,45 +216,81 @@ def prompt_ids(tokenizer, prompt: str, *, chat_template: bool) -> list[int]:
     return tokenizer(prompt)["input_ids"]
 
 
-def read_examples(
-    path: Path, tokenizer, *, prompt_key: str, answer_key: str, group_key: str | None, chat_template: bool,
-    max_prompt_tokens: int, max_new_tokens: int, accept_key: str | None = None, limit: int | None = None, what: str = "data",
-) -> list[Example]:
-    """The first `limit` rows of a file as examples, in the file's order.
+LONG_PROMPTS, LONG_ANSWERS = ("error", "drop"), ("error", "cut", "drop")
 
+
+def read_examples(
+    source: Path | Sequence[dict[str, Any]], tokenizer, *, prompt_key: str, answer_key: str, group_key: str | None, chat_template: bool,
+    max_prompt_tokens: int, max_new_tokens: int, accept_key: str | None = None, limit: int | None = None, what: str = "data",
+    name: str | None = None, long_prompts: str = "error", long_answers: str = "error", say: Callable[[str], None] = print,
+) -> list[Example]:
+    """The first `limit` rows that fit, as examples, in the source's order.
+
+    source: a file, or rows with a length (a `datasets.Dataset`), called `name` in messages. prompt_key and answer_key name a
+        text column or a chat column (see `column_text`), possibly the same one.
     accept_key: the column with the pattern of the right answers; a row may have none there, and then its reference alone is right.
-    A prompt longer than max_prompt_tokens, an answer that does not fit into max_new_tokens with its end-of-sequence token, an
-    unknown token, a missing column or a pattern that is none or does not match the reference is an error that names the row.
+    long_prompts: what becomes of a prompt of more than max_prompt_tokens: "error", or "drop" (the paper: over 512).
+    long_answers: of an answer that does not fit into max_new_tokens with its end-of-sequence token: "error", "drop", or "cut" to
+        the budget, and then without an end token (the paper cuts and pads references to the budget). Correctness is still
+        judged by the whole text. What was dropped or cut is counted and said.
+    An unknown token, a missing column or a pattern that is none or does not match the reference is an error that names the row.
     """
-    rows = read_rows(path)
+    rows = read_rows(source) if isinstance(source, Path) else source
+    name = name or str(source)
     if limit is not None and not 1 <= limit <= len(rows):
-        raise ValueError(f"{what} asks for {limit} rows; {path} has {len(rows)}")
+        raise ValueError(f"{what} asks for {limit} rows; {name} has {len(rows)}")
+    columns = ", ".join(map(str, rows[0]))
     if accept_key is not None and what == "data.test" and not any(accept_key in row for row in rows):
-        raise ValueError(f"no row of {path} has {accept_key!r} (data.accept_key); its columns are {', '.join(map(str, rows[0]))}")
-    examples = []
-    for index, row in enumerate(rows[:limit]):
-        where = f"{path}, row {index + 1}"
-        for key in (prompt_key, answer_key, *([group_key] if group_key else [])):
-            if not isinstance(row.get(key), str):
+        raise ValueError(f"no row of {name} has {accept_key!r} (data.accept_key); its columns are {columns}")
+    examples: list[Example] = []
+    counted: Counter[str] = Counter()
+    seen = 0
+    for index, row in enumerate(rows):
+        if len(examples) == limit:
+            break
+        seen += 1
+        where = f"{name}, row {index + 1}"
+        texts = [column_text(row.get(prompt_key), USER), column_text(row.get(answer_key), ASSISTANT)]
+        group = row.get(group_key) if group_key else "all"
+        for key, text in zip((prompt_key, answer_key, group_key), (*texts, group), strict=True):
+            if not isinstance(text, str):
                 raise ValueError(f"{where} has no text under {key!r}; its columns are {', '.join(map(str, row))}")
-        prompt = prompt_ids(tokenizer, row[prompt_key], chat_template=chat_template)
-        answer = tokenizer(row[answer_key], add_special_tokens=False)["input_ids"]
+        question, reference = str(texts[0]), str(texts[1])
+        prompt = prompt_ids(tokenizer, question, chat_template=chat_template)
+        answer = tokenizer(reference, add_special_tokens=False)["input_ids"]
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in prompt + answer:
-            raise ValueError(f"{where} holds text the tokenizer does not know: {row[prompt_key]!r} / {row[answer_key]!r}")
+            raise ValueError(f"{where} holds text the tokenizer does not know: {question!r} / {reference!r}")
+        if len(prompt) > max_prompt_tokens and long_prompts == "drop":
+            counted[f"prompts of more than {max_prompt_tokens} tokens dropped"] += 1
+            continue
         if not 0 < len(prompt) <= max_prompt_tokens:
-            raise ValueError(f"{where}: the prompt has {len(prompt)} tokens, allowed are 1 to {max_prompt_tokens} (data.max_prompt_tokens)")
+            raise ValueError(
+                f"{where}: the prompt has {len(prompt)} tokens, allowed are 1 to {max_prompt_tokens} (data.max_prompt_tokens); "
+                "data.long_prompts: drop leaves such rows out"
+            )
         if len(answer) + 1 > max_new_tokens:
-            raise ValueError(f"{where}: answer and end token are {len(answer) + 1} tokens, decode.max_new_tokens is {max_new_tokens}")
-        group = row[group_key] if group_key else "all"
+            if long_answers == "error":
+                raise ValueError(
+                    f"{where}: answer and end token are {len(answer) + 1} tokens, decode.max_new_tokens is {max_new_tokens}; "
+                    "data.long_answers: cut or drop allows such rows"
+                )
+            counted[f"answers of {max_new_tokens} tokens or more {'cut' if long_answers == 'cut' else 'dropped'}"] += 1
+            if long_answers == "drop":
+                continue
+            answer = answer[:max_new_tokens]
         if group_key and group == "all":
             raise ValueError(f"{where} has 'all' under {group_key!r}; that name stands for all groups together in a report")
-        example = Example(index, group, row[prompt_key], row[answer_key], prompt, answer, row.get(accept_key) if accept_key else None)
+        example = Example(index, str(group), question, reference, prompt, answer, row.get(accept_key) if accept_key else None)
         try:
             if not example.is_right(example.answer):
                 raise ValueError(f"{where}: {accept_key!r} is {example.accept!r}, which does not match the answer {example.answer!r}")
         except (re.error, TypeError):
             raise ValueError(f"{where}: {accept_key!r} is {example.accept!r}, which is no regular expression") from None
         examples.append(example)
+    if counted:
+        say(f"{what}: of {seen} rows of {name}, " + ", ".join(f"{count} {text}" for text, count in counted.items()))
+    if not examples or (limit is not None and len(examples) < limit):
+        raise ValueError(f"{what} asks for {limit or 'at least 1'} rows; {name} has {len(examples)} that fit")
     return examples
 
 
@@ -130,8 +306,8 @@ def pad_left(rows: list[list[int]], pad_token_id: int, width: int | None = None)
 
 
 def fill_budget(answer_ids: list[int], length: int, eos_token_id: int) -> list[int]:
-    """The answer, then end-of-sequence tokens to the end of the budget, as LLaDA's SFT data has them."""
-    assert len(answer_ids) < length
+    """The answer, then end-of-sequence tokens to the end of the budget, as LLaDA's SFT data has them. An answer that was cut fills it."""
+    assert len(answer_ids) <= length
     return answer_ids + [eos_token_id] * (length - len(answer_ids))
 
 

@@ -35,6 +35,15 @@ def distillation(logits_BLV: Tensor, teacher_logits_BLV: Tensor, newly_revealed_
     return mean_over_sets(forward_kl(teacher_logits_BLV[newly_revealed_BL], logits_BLV[newly_revealed_BL]), newly_revealed_BL)
 
 
+def token_distillation(logits_BLV: Tensor, token_BL: Tensor, newly_revealed_BL: Tensor) -> Tensor:
+    """CDLM equation 4 where only the teacher's token is known: mean over U_y of -log student(token), in nats.
+
+    That is the KL divergence from a distribution with all its mass on token_BL, the token that the teacher revealed.
+    """
+    ce_N = F.cross_entropy(logits_BLV[newly_revealed_BL].float(), token_BL[newly_revealed_BL], reduction="none")
+    return mean_over_sets(ce_N, newly_revealed_BL)
+
+
 def consistency(logits_BLV: Tensor, later_logits_BLV: Tensor, still_masked_BL: Tensor) -> Tensor:
     """CDLM equation 5: mean over S_y of KL(stopgrad(student at y*) || student at y).
 

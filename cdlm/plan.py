@@ -9,7 +9,7 @@ import torch
 from cdlm import data, families
 from cdlm.recipe import Recipe
 from cdlm.stages import STAGES, Run, is_done
-from cdlm.trajectories import hidden_bytes
+from cdlm.trajectories import hidden_bytes, read_manifest
 
 
 def skeleton(config_path: Path | str) -> Any:
@@ -43,8 +43,8 @@ def text(run: Run) -> str:
     count, config = sum(p.numel() for p in model.parameters()), model.config
     tokenizer = _tokenizer(r)
     budget, block = r.decode.max_new_tokens, r.decode.block_length
-    prompts = run.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
     tests = run.examples(tokenizer, "test", r.evaluate.num_prompts)
+    prompts = tests if r.trajectories else run.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
     length = _mean_length(prompts) + budget
     done = {stage: is_done(run, stage) for stage in STAGES if stage != "collect" or r.collect}
     speed = machine_flops(config.hidden_size) / 2
@@ -63,6 +63,10 @@ def text(run: Run) -> str:
         lines.append(f"{name:<11} {words}" + (" (done)" if done.get(name) else f", roughly {_clock(rough)}"))
 
     rows = 0
+    if r.trajectories:
+        run.check_trajectories(getattr(config, "max_position_embeddings", None))
+        rows = read_manifest(run.trajectories)["kept"]
+        lines.append(f"trajectories {rows} of {run.trajectories}; no teacher is run to make more")
     if r.collect:
         c = r.collect
         rows = len(prompts) * len(c.temperatures)
@@ -111,7 +115,7 @@ def _mean_length(examples: list[data.Example]) -> float:
 
 def _decoded(examples: list[data.Example], block: int) -> float:
     """Mean slots that are filled when a row stops after the block with its end token, if it answers as the reference does."""
-    return sum(-(-(len(e.answer_ids) + 1) // block) * block for e in examples) / len(examples)
+    return sum(-(-(len(e.answer_ids) + 1) // block) * block for e in examples) / len(examples)  # an answer that was cut: a block more
 
 
 def _clock(seconds: float) -> str:

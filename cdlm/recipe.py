@@ -33,19 +33,28 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Data:
-    """Where questions come from. prompts: those to train on; test: those to measure on, never trained on.
+    """Where questions come from. prompts: those to train on; test: those to measure on, never trained on. Each is a .jsonl or
+    .parquet file, or hub:USER/NAME[/CONFIG]@REVISION[:SPLIT] (split: train for prompts, test for test; only a commit as REVISION
+    makes a run repeatable). prompts may be missing where the recipe names finished trajectories.
 
+    prompt_key, answer_key: a column with text, or with a chat (list of {role, content} or {from, value}): its first user turn is
+        the prompt, its first assistant turn the answer.
     accept_key: the column with a regular expression that every right answer matches, for questions with several.
+    long_prompts: what becomes of a prompt of more than max_prompt_tokens: error or drop. long_answers: of an answer that does not
+        fit into decode.max_new_tokens: error, cut (to the budget, without an end token) or drop. Both are counted and said.
+        In test, drop means cut for answers: no question is left out of a measurement because its answer is long.
     """
 
-    prompts: str
     test: str
+    prompts: str | None = None
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     accept_key: str | None = None
     group_key: str | None = None
     chat_template: bool = True
     max_prompt_tokens: int = 512
+    long_prompts: str = "error"
+    long_answers: str = "error"
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,10 @@ class Export:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All values of a run. Exactly one of model (a folder or a Hub repository) and scratch."""
+    """All values of a run. Exactly one of model (a folder or a Hub repository) and scratch.
+
+    trajectories: a finished folder, by cdlm import or by another run's collect; then there is no collect section and no such stage.
+    """
 
     name: str
     data: Data
@@ -165,6 +177,7 @@ class Recipe:
     export: Export = field(default_factory=Export)
     model: str | None = None
     scratch: Scratch | None = None
+    trajectories: str | None = None
     family: str | None = None
     dtype: str = "float32"
     attention: str = "auto"
@@ -313,6 +326,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
 
 def check(recipe: Recipe) -> None:
     """Limits and relations between values. Touches only files that the recipe names."""
+    from cdlm.data import LONG_ANSWERS, LONG_PROMPTS, is_hub, parse_hub
     from cdlm.families import ATTENTION, DTYPES, FAMILIES
 
     def within(name: str, value: float, low: float, high: float = float("inf")) -> None:
@@ -378,8 +392,10 @@ def check(recipe: Recipe) -> None:
         if not t.lora.targets:
             raise ValueError("train.lora.targets is empty; name the linear layers that get an adapter, or set train.lora to null")
     if t.objective == "cdlm":
-        if r.collect is None:
-            raise ValueError("missing key collect: objective cdlm trains on trajectories")
+        if r.collect is None and r.trajectories is None:
+            raise ValueError("missing key collect: objective cdlm trains on trajectories (or give trajectories: a finished folder)")
+        if r.collect is not None and r.trajectories is not None:
+            raise ValueError("collect and trajectories are both given; a run's trajectories come from one of them")
         if r.model is None:
             raise ValueError("objective cdlm distills a teacher: give model, not scratch")
         if not any((t.distill_weight, t.consistency_weight, t.dlm_weight)):
@@ -406,9 +422,17 @@ def check(recipe: Recipe) -> None:
     for name in ("batch_size", "latency_prompts", "repeats"):
         within(f"evaluate.{name}", getattr(e, name), 1)
     within("evaluate.warmup_prompts", e.warmup_prompts, 0)
-    for name in ("prompts", "test"):
-        if not r.path(getattr(r.data, name)).is_file():
-            raise ValueError(f"data.{name}: no file at {r.path(getattr(r.data, name))}")
+    if r.trajectories is not None and t.objective != "cdlm":
+        raise ValueError(f"trajectories is {r.trajectories!r}; objective {t.objective} trains on answers, not on trajectories")
+    if r.data.prompts is None and r.trajectories is None:
+        raise ValueError("missing key data.prompts: text")
+    one_of("data.long_prompts", r.data.long_prompts, LONG_PROMPTS)
+    one_of("data.long_answers", r.data.long_answers, LONG_ANSWERS)
+    for name, value, split in (("prompts", r.data.prompts, "train"), ("test", r.data.test, "test")):
+        if value is not None and is_hub(value):
+            parse_hub(value, split)
+        elif value is not None and not r.path(value).is_file():
+            raise ValueError(f"data.{name}: no file at {r.path(value)}")
     if r.scratch is not None:
         for name in ("config", "tokenizer"):
             if not r.path(getattr(r.scratch, name)).exists():

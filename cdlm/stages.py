@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 
 STAGES = ("collect", "train", "evaluate", "export")
+DEFAULT_SPLIT = {"prompts": "train", "test": "test"}
 
 
 @dataclass
@@ -35,10 +36,13 @@ class Run:
     out: Path
     say: Callable[[str], None] = print
     shared_trajectories: Path | None = None
+    _hub: dict[str, tuple[Any, data.HubData]] = field(default_factory=dict, repr=False)
+    _examples: dict[tuple[str, int | None], list[data.Example]] = field(default_factory=dict, repr=False)
 
     @property
     def trajectories(self) -> Path:
-        return self.shared_trajectories or self.out / "trajectories"
+        named = self.recipe.trajectories
+        return self.shared_trajectories or (self.recipe.path(named) if named else self.out / "trajectories")
 
     @property
     def student(self) -> Path:
@@ -66,14 +70,37 @@ class Run:
         return families.load_tokenizer(r.path(r.scratch.tokenizer) if r.scratch else r.model_path(), facts)
 
     def examples(self, tokenizer: Any, which: str, limit: int | None) -> list[data.Example]:
-        """Questions of data.prompts or data.test."""
-        d = self.recipe.data
-        return data.read_examples(
-            self.recipe.path(getattr(d, which)), tokenizer, prompt_key=d.prompt_key, answer_key=d.answer_key, accept_key=d.accept_key,
-            group_key=d.group_key,
-            chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, max_new_tokens=self.recipe.decode.max_new_tokens,
-            limit=limit, what=f"data.{which}",
-        )
+        """Questions of data.prompts or data.test, read once a run, so that what is said of them is said once."""
+        d, source = self.recipe.data, self.source(which)
+        long_answers = "cut" if which == "test" and d.long_answers == "drop" else d.long_answers
+        if (which, limit) not in self._examples:
+            self._examples[which, limit] = data.read_examples(
+                source if isinstance(source, Path) else self.hub(which)[0], tokenizer, name=str(source), say=self.say,
+                prompt_key=d.prompt_key, answer_key=d.answer_key, accept_key=d.accept_key, group_key=d.group_key,
+                chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, long_prompts=d.long_prompts,
+                max_new_tokens=self.recipe.decode.max_new_tokens, long_answers=long_answers, limit=limit, what=f"data.{which}",
+            )
+        return self._examples[which, limit]
+
+    def source(self, which: str) -> Path | data.HubData:
+        """What data.prompts or data.test names: a file, or a split of a data set of the Hub."""
+        value = getattr(self.recipe.data, which)
+        return data.parse_hub(value, DEFAULT_SPLIT[which]) if data.is_hub(value) else self.recipe.path(value)
+
+    def hub(self, which: str) -> tuple[Any, data.HubData]:
+        """The rows that data.prompts or data.test names on the Hub, and the commit they are of; asked once a run."""
+        source = self.source(which)
+        assert isinstance(source, data.HubData)
+        if which not in self._hub:
+            self._hub[which] = data.load_hub(source)
+            if source.revision != (commit := self._hub[which][1].commit):
+                self.say(f"data.{which}: {source} is commit {commit} today; name the commit and the run is repeatable")
+        return self._hub[which]
+
+    def data_hash(self, which: str) -> str:
+        """What was read: sha256 of a file, or the commit and split of a data set of the Hub."""
+        source = self.source(which)
+        return _file_hash(source) if isinstance(source, Path) else str(replace(source, revision=self.hub(which)[1].commit))
 
     def check_inputs(self) -> None:
         """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work."""
@@ -88,6 +115,8 @@ class Run:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)
+        if r.trajectories is not None:
+            self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         longest = r.data.max_prompt_tokens + r.decode.max_new_tokens
         room = getattr(model.config, "max_position_embeddings", None)
         if room is not None and longest > room:
@@ -97,12 +126,32 @@ class Run:
             )
         if r.scratch is None:
             trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
-        self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
+        if r.trajectories is None:
+            self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
         self.examples(tokenizer, "test", r.evaluate.num_prompts)
         if r.train.lora is not None:
             from cdlm.trainer import match_targets
 
             match_targets(model, r.train.lora.targets)
+
+    def check_trajectories(self, room: int | None) -> None:
+        """The folder that the recipe names fits the recipe and the model, or one ValueError. room: the positions of the model."""
+        asked = trajectories.read_manifest(self.trajectories)["request"]
+        r = self.recipe
+        for name in ("max_new_tokens", "block_length"):
+            if (there := asked.get("decode", {}).get(name)) != (here := getattr(r.decode, name)):
+                raise ValueError(f"decode.{name} is {here}; the trajectories at {self.trajectories} were made with {there}")
+        longest = trajectories.longest_prompt(self.trajectories)
+        if room is not None and longest + r.decode.max_new_tokens > room:
+            raise ValueError(
+                f"the trajectories at {self.trajectories} have a prompt of {longest} tokens, which with decode.max_new_tokens "
+                f"{r.decode.max_new_tokens} is more than the model's {room} positions; import them with a smaller --max-prompt-tokens"
+            )
+        if (there := asked.get("teacher")) != self.weights_hash():
+            raise ValueError(
+                f"the trajectories at {self.trajectories} belong to another model than {r.model}: its hash is {self.weights_hash()}, "
+                f"theirs {there}"
+            )
 
     def decode_config(self) -> DecodeConfig:
         """The student's own decoding."""
@@ -135,14 +184,18 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
     data_keys = {k: v for k, v in r.section("data")["data"].items() if k != "test"}
     decode = {k: v for k, v in r.section("decode")["decode"].items() if k != "confidence_threshold"}
-    made = {**base, "data": data_keys, **r.section("collect"), "decode": decode, "prompts": _file_hash(r.path(r.data.prompts))}
+    made = {**base, "data": data_keys, **r.section("collect"), "decode": decode}
+    if r.data.prompts is not None:
+        made["prompts"] = run.data_hash("prompts")
+    if r.trajectories is not None:
+        made["trajectories"] = trajectories.read_manifest(run.trajectories)["request_hash"]
     if stage == "collect":
         return made
     training = {k: v for k, v in r.section("train")["train"].items() if k not in ("save_steps", "logging_steps")}
     trained = {**made, "train": training, **r.section("scratch")}
     if stage == "train":
         return trained
-    measured = {**trained, **r.section("decode", "evaluate"), "test": _file_hash(r.path(r.data.test))}
+    measured = {**trained, **r.section("decode", "evaluate"), "test": run.data_hash("test")}
     measured |= {"device": r.device, "attention": r.attention}
     return measured if stage == "evaluate" else {**measured, **r.section("export")}
 
@@ -210,7 +263,13 @@ def train(run: Run) -> None:
     lengths = None
     dataset: training.TrajectoryStates | training.AnswerNoise
     if t.objective == "cdlm":
-        dataset = training.TrajectoryStates(trajectories.Trajectories(run.trajectories), model, r.decode.block_length, r.seed)
+        stored = trajectories.Trajectories(run.trajectories)
+        if not stored.has_hidden and t.distill_weight:
+            run.say(
+                "train: these trajectories hold no hidden rows of a teacher; equation 4 takes the token that was revealed as its target "
+                "(cross-entropy), not the teacher's distribution"
+            )
+        dataset = training.TrajectoryStates(stored, model, r.decode.block_length, r.seed)
         head = _frozen_copy(model.head)
     else:
         examples = run.examples(tokenizer, "prompts", t.num_examples)

@@ -79,7 +79,7 @@ class Trajectory(Protocol):
     @property
     def decoded(self) -> int: ...
     @property
-    def hidden(self) -> Tensor: ...
+    def hidden(self) -> Tensor | None: ...
 
 
 class Stored(Protocol):
@@ -105,9 +105,11 @@ class _Drawing(Dataset):
 class TrajectoryStates(_Drawing):
     """Trajectories as pairs of states: y at a random step, y* when y's block is full. (Algorithm 2, lines 2-4.)
 
-    t_start is uniform over the steps the teacher took: 0..N-1, with N the decoded slots where it stopped early.
+    t_start is uniform over the steps the teacher took: 0..N-1, with N the decoded slots where it stopped early. Where a teacher
+    revealed several slots at once, the draw goes back to the state before that step, so y is a state that it was in.
 
-    A row: prompt_ids; y, y_star [N]; decoded, the slots that the teacher filled before it stopped; hidden [N, D] of the teacher;
+    A row: prompt_ids; y, y_star [N]; decoded, the slots that the teacher filled before it stopped; hidden [N, D] of the teacher,
+    unless the trajectory has none;
     answer [N], the reference filled up with end tokens; level and uniform [N], the noise that equation 6 puts on the answer.
     """
 
@@ -123,16 +125,18 @@ class TrajectoryStates(_Drawing):
     def __getitem__(self, index: int) -> dict[str, Any]:
         trajectory, draw = self.trajectories[index], self.generator(index)
         slots = trajectory.tokens.shape[0]
-        start = int(torch.randint(trajectory.decoded, (1,), generator=draw))
+        drawn = int(torch.randint(trajectory.decoded, (1,), generator=draw))
+        start = int(trajectory.step[trajectory.step <= drawn].max())
         tail = len(trajectory.prompt_ids) % self.block_length if self.from_zero else 0  # prompt tokens in the first block
         end = min(trajectory.decoded, ((start + tail) // self.block_length + 1) * self.block_length - tail)
         revealed = trajectory.step >= 0
+        hidden = {} if trajectory.hidden is None else {"hidden": trajectory.hidden}
         return {
             "prompt_ids": trajectory.prompt_ids,
             "y": torch.where(revealed & (trajectory.step < start), trajectory.tokens, self.mask),
             "y_star": torch.where(revealed & (torch.arange(slots) < end), trajectory.tokens, self.mask),
             "decoded": torch.tensor(trajectory.decoded),
-            "hidden": trajectory.hidden,
+            **hidden,
             "answer": torch.tensor(data.fill_budget(trajectory.answer_ids, slots, self.eos)),
             "level": torch.rand(1, generator=draw)[0],
             "uniform": torch.rand(slots, generator=draw),
@@ -175,14 +179,15 @@ class Collator:
         prompt, valid = data.pad_left([row["prompt_ids"] for row in rows], self.pad)
         batch = {"prompt": prompt, "prompt_valid": valid}
         if "answer_ids" in rows[0]:
-            longest = max(len(row["answer_ids"]) for row in rows) + 1
+            longest = min(max(len(row["answer_ids"]) for row in rows) + 1, self.max_new_tokens)
             slots = longest + round((self.max_new_tokens - longest) * rows[0]["budget"] ** 3)
             batch["answer"] = torch.tensor([data.fill_budget(row["answer_ids"], slots, self.eos) for row in rows])
             batch["uniform"] = torch.stack([row["uniform"][:slots] for row in rows])
             batch["level"] = torch.stack([row["level"] for row in rows])
         else:
             for key in ("y", "y_star", "decoded", "hidden", "answer", "uniform", "level"):
-                batch[key] = torch.stack([row[key] for row in rows])
+                if key in rows[0]:
+                    batch[key] = torch.stack([row[key] for row in rows])
         return batch
 
 
@@ -324,7 +329,9 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
     if args.distill_weight or args.consistency_weight:
         logits_BNV = model.sequence_logits(*_whole(batch, batch["y"]), block)[:, prompt:]
         open_BN, open_later_BN = batch["y"] == mask, batch["y_star"] == mask
-        if args.distill_weight:
+        if args.distill_weight and "hidden" not in batch:
+            out["distill"] = losses.token_distillation(logits_BNV, batch["y_star"], open_BN & ~open_later_BN)
+        elif args.distill_weight:
             assert trainer.teacher_head is not None
             with torch.no_grad():
                 teacher_BNV = trainer.teacher_head(batch["hidden"].to(logits_BNV.dtype))

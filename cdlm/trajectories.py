@@ -6,10 +6,17 @@ token and reveal step of each slot: the state at step k is the slots with step <
 intermediate state is rebuilt without storing one. Beside them goes the hidden row, after the final norm, that produced the
 logits of the slot when it was revealed: lm_head turns it back into the teacher's distribution.
 
+A folder may also be made from trajectories that others published (`importers.py`). They come without hidden rows and
+confidences, and several slots may have been revealed at once: the step of a slot is always the number of slots that were filled
+before the step that revealed it. With one token a step that is the number of the step. So the state at step k is one that the
+teacher was in, or, inside such a step, the one after it. Training needs of a trajectory that it went block by block: after k
+blocks' worth of slots, the first k blocks are filled and nothing else.
+
 Folder, format version 1:
     collection.json            what the run was asked to do; a run with other values refuses to go on in this folder
     shard-00000.parquet        a row a trajectory, see SCHEMA
-    shard-00000.safetensors    hidden: bf16 [rows, N, D], rows in the parquet file's order; zero where nothing was revealed
+    shard-00000.safetensors    hidden: bf16 [rows, N, D], rows in the parquet file's order; zero where nothing was revealed;
+                               missing, as manifest.json says under hidden, in a folder of imported trajectories
     manifest.json              written last: counts, screening by reason, bytes
 Shards are written whole and renamed into place, parquet last; a shard is complete when its parquet file is there.
 
@@ -46,8 +53,8 @@ SCHEMA = {
     "prompt_ids": "tokens of the prompt, not padded",
     "answer_ids": "tokens of the reference answer, without an end token",
     "tokens": "final token of each of the N slots; the mask token where decoding had stopped",
-    "step": "step at which each slot was revealed, -1 where decoding had stopped",
-    "confidence": "probability of the token when it was revealed",
+    "step": "slots filled before the step that revealed each slot, -1 where decoding had stopped",
+    "confidence": "probability of the token when it was revealed; null where it is not known, as are temperature and seed",
     "decoded": "slots that were filled, up to the end of a block",
     "stop": "eos, or length when no end token came within the budget",
     "screened": "why the rule of the recipe calls it degenerate, or empty",
@@ -83,22 +90,22 @@ class Screen:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One decoding of the teacher. tokens, step, confidence: [N]; hidden: bf16 [N, D]."""
+    """One decoding of the teacher. tokens, step, confidence: [N]; hidden: bf16 [N, D]. What an imported one lacks is None."""
 
     id: int
     example: int
     group: str
-    temperature: float
-    seed: int
+    temperature: float | None
+    seed: int | None
     prompt_ids: list[int]
     answer_ids: list[int]
     tokens: Tensor
     step: Tensor
-    confidence: Tensor
+    confidence: Tensor | None
     decoded: int
     stop: str
     screened: str
-    hidden: Tensor
+    hidden: Tensor | None
 
 
 def state(tokens_N: Tensor, step_N: Tensor, k: int, mask_token_id: int) -> Tensor:
@@ -257,14 +264,12 @@ def collect(
             rows += batch_rows
             hidden.append(batch_hidden)
         by_id = sorted(range(len(rows)), key=lambda r: rows[r]["id"])
-        _write_shard(folder, names[i], [rows[r] for r in by_id], torch.cat(hidden)[by_id])
+        write_shard(folder, names[i], [rows[r] for r in by_id], torch.cat(hidden)[by_id])
         spent = time.monotonic() - began
         count = sum(len(shards[j]) for j in todo[:done])
         left = spent / count * (sum(len(shards[j]) for j in todo) - count)
         say(f"collect: shard {i + 1} of {len(shards)}, {count / spent:.1f} trajectories/s, about {left:.0f} s left")
-    manifest = _manifest(folder, names, request, screen)
-    write_json(folder / "manifest.json", manifest)
-    return manifest
+    return write_manifest(folder, names, request, screen)
 
 
 def _decode_batch(
@@ -303,7 +308,8 @@ def _decode_batch(
     return rows, torch.cat(hidden)
 
 
-def _write_shard(folder: Path, name: str, rows: list[dict[str, Any]], hidden: Tensor) -> None:
+def write_shard(folder: Path, name: str, rows: list[dict[str, Any]], hidden: Tensor | None) -> None:
+    """A shard whole, parquet last; without hidden rows there is no safetensors file. rows: values by the names of SCHEMA."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -314,16 +320,19 @@ def _write_shard(folder: Path, name: str, rows: list[dict[str, Any]], hidden: Te
         "decoded": pa.int32(), "stop": pa.string(), "screened": pa.string(),
     }
     table = pa.Table.from_pylist(rows, schema=pa.schema(list(types.items())))
-    for suffix, write in (
-        (".safetensors", lambda path: save_file({"hidden": hidden.contiguous()}, path, {"format_version": str(FORMAT_VERSION)})),
-        (".parquet", lambda path: pq.write_table(table, path)),
-    ):
-        partial = folder / f"{name}{suffix}.partial"
-        write(partial)
-        partial.replace(folder / f"{name}{suffix}")
+    if hidden is not None:
+        partial = folder / f"{name}.safetensors.partial"
+        save_file({"hidden": hidden.contiguous()}, partial, {"format_version": str(FORMAT_VERSION)})
+        partial.replace(folder / f"{name}.safetensors")
+    partial = folder / f"{name}.parquet.partial"
+    pq.write_table(table, partial)
+    partial.replace(folder / f"{name}.parquet")
 
 
-def _manifest(folder: Path, names: list[str], request: dict[str, Any], screen: Screen) -> dict[str, Any]:
+def write_manifest(
+    folder: Path, names: list[str], request: dict[str, Any], screen: Screen, *, hidden: bool = True
+) -> dict[str, Any]:
+    """Count what the shards hold, and write and return the manifest: the folder is finished."""
     import pyarrow.parquet as pq
 
     reasons: Counter[str] = Counter()
@@ -333,7 +342,7 @@ def _manifest(folder: Path, names: list[str], request: dict[str, Any], screen: S
         reasons.update(reason for reason in table["screened"].to_pylist() if reason)
         slots += sum(table["decoded"].to_pylist())
         total += table.num_rows
-    return {
+    manifest = {
         "format_version": FORMAT_VERSION,
         "schema": SCHEMA,
         "request": request,
@@ -342,10 +351,37 @@ def _manifest(folder: Path, names: list[str], request: dict[str, Any], screen: S
         "decoded_slots": slots,
         "screened": dict(sorted(reasons.items())),
         "kept": total - sum(reasons.values()) if screen.drop else total,
-        "bytes": sum((folder / f"{n}{s}").stat().st_size for n in names for s in (".parquet", ".safetensors")),
+        "hidden": hidden,
+        "bytes": sum(file.stat().st_size for n in names for file in folder.glob(f"{n}.*")),
         "request_hash": hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest(),
         "versions": versions(),
     }
+    write_json(folder / "manifest.json", manifest)
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a finished folder of this format version, or a ValueError that says what is there instead."""
+    file = folder / "manifest.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no manifest.json: collecting is not finished there")
+    manifest = json.loads(file.read_text())
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{folder} has format version {version}; this package reads version {FORMAT_VERSION}")
+    return manifest
+
+
+def longest_prompt(folder: Path) -> int:
+    """Tokens of the longest prompt among the trajectories of a finished folder."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    names = read_manifest(folder)["shards"]
+    return max(
+        pc.max(pc.list_value_length(pq.read_table(folder / f"{name}.parquet", columns=["prompt_ids"])["prompt_ids"])).as_py()
+        for name in names
+    )
 
 
 class Trajectories:
@@ -355,13 +391,8 @@ class Trajectories:
         """screened: also give the trajectories that the recipe's rule dropped."""
         import pyarrow.parquet as pq
 
-        manifest = folder / "manifest.json"
-        if not manifest.is_file():
-            raise ValueError(f"{folder} has no manifest.json: collecting is not finished there")
-        self.manifest = json.loads(manifest.read_text())
-        version = self.manifest.get("format_version")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"{folder} has format version {version}; this package reads version {FORMAT_VERSION}")
+        self.manifest = read_manifest(folder)
+        self.has_hidden: bool = self.manifest.get("hidden", True)
         drop = self.manifest["kept"] < self.manifest["trajectories"] and not screened
         self.rows: list[dict[str, Any]] = []
         self._places: list[tuple[int, int]] = []
@@ -376,7 +407,9 @@ class Trajectories:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def hidden(self, index: int) -> Tensor:
+    def hidden(self, index: int) -> Tensor | None:
+        if not self.has_hidden:
+            return None
         shard, place = self._places[index]
         if shard not in self._open:
             try:
@@ -389,5 +422,5 @@ class Trajectories:
         row = dict(self.rows[index])
         row["tokens"] = torch.tensor(row["tokens"], dtype=torch.long)
         row["step"] = torch.tensor(row["step"], dtype=torch.long)
-        row["confidence"] = torch.tensor(row["confidence"])
+        row["confidence"] = None if row["confidence"] is None else torch.tensor(row["confidence"])
         return Trajectory(**row, hidden=self.hidden(index))

@@ -1,6 +1,7 @@
 """Reading files and rows: what is accepted, and that an error names the file and the row."""
 
 import json
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -173,8 +174,9 @@ def test_pad_left_to_a_width():
 def test_fill_budget():
     assert data.fill_budget([5, 6], 5, 2) == [5, 6, 2, 2, 2]
     assert data.fill_budget([], 1, 2) == [2]
+    assert data.fill_budget([5, 6], 2, 2) == [5, 6]  # an answer that was cut to the budget has no end token
     with pytest.raises(AssertionError):
-        data.fill_budget([5, 6], 2, 2)  # an answer needs room for one end token
+        data.fill_budget([5, 6], 1, 2)
 
 
 def test_sample_seed_is_the_same_everywhere():
@@ -239,3 +241,94 @@ def test_a_bad_pattern_is_refused_with_its_row(tmp_path, tokenizer, accept, said
     with pytest.raises(ValueError, match="row 1") as error:
         read(file, tokenizer, accept_key="accept")
     assert said in str(error.value) and repr(accept) in str(error.value)
+
+
+# ---- rows that do not fit ---------------------------------------------------------------------------------------------
+
+LONG = [
+    {"task": "copy", "prompt": "a", "answer": "ab"}, {"task": "copy", "prompt": "a" * 40, "answer": "a"},
+    {"task": "copy", "prompt": "b", "answer": "abcdefgh"}, {"task": "copy", "prompt": "c", "answer": "c"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("long_prompts", "long_answers", "kept", "said"), [
+    ("drop", "drop", ["ab", "c"],
+     "data: of 4 rows of *rows.jsonl, 1 prompts of more than 32 tokens dropped, 1 answers of 4 tokens or more dropped"),
+    ("drop", "cut", ["ab", "abcd", "c"],
+     "data: of 4 rows of *rows.jsonl, 1 prompts of more than 32 tokens dropped, 1 answers of 4 tokens or more cut"),
+])
+def test_rows_that_are_too_long_are_dropped_or_cut_when_asked_and_counted(tmp_path, tokenizer, long_prompts, long_answers, kept, said):
+    """A cut answer fills the budget of 4 without an end token; its text, by which answers are judged, stays whole."""
+    heard = []
+    file = jsonl(tmp_path / "rows.jsonl", LONG)
+    examples = read(file, tokenizer, max_new_tokens=4, long_prompts=long_prompts, long_answers=long_answers, say=heard.append)
+    assert [tokenizer.decode(e.answer_ids) for e in examples] == kept
+    assert len(heard) == 1 and fnmatch(heard[0], said)
+    assert {e.answer for e in examples} <= {row["answer"] for row in LONG}
+
+
+def test_a_limit_counts_the_rows_that_fit(tmp_path, tokenizer):
+    file = jsonl(tmp_path / "rows.jsonl", LONG)
+    values = {"max_new_tokens": 4, "long_prompts": "drop", "long_answers": "drop", "say": lambda text: None}
+    assert [e.index for e in read(file, tokenizer, limit=2, **values)] == [0, 3]
+    with pytest.raises(ValueError, match=r"data asks for 3 rows; .*rows\.jsonl has 2 that fit"):
+        read(file, tokenizer, limit=3, **values)
+
+
+def test_nothing_is_said_where_all_rows_fit(tmp_path, tokenizer):
+    heard = []
+    read(jsonl(tmp_path / "rows.jsonl", ROWS), tokenizer, long_prompts="drop", long_answers="cut", say=heard.append)
+    assert heard == []
+
+
+# ---- chat columns ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"},
+     {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+    [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}],
+    [{"from": "user", "value": "ab"}, {"from": "assistant", "value": "ba"}],
+])
+def test_a_chat_column_gives_its_first_turns(tmp_path, tokenizer, chat):
+    for file in (jsonl(tmp_path / "rows.jsonl", [{"chat": chat}]), parquet(tmp_path / "rows.parquet", [{"chat": chat}])):
+        (example,) = read(file, tokenizer, prompt_key="chat", answer_key="chat", group_key=None)
+        assert (example.prompt, example.answer) == ("ab", "ba")
+
+
+@pytest.mark.parametrize("chat", [
+    [], [{"role": "user", "content": "ab"}], [{"role": "assistant", "content": "ba"}], ["ab", "ba"],
+    [{"role": "user", "content": "ab"}, {"role": "assistant", "content": None}], {"role": "user", "content": "ab"},
+])
+def test_a_chat_without_both_turns_is_an_error_that_names_the_row(tmp_path, tokenizer, chat):
+    file = jsonl(tmp_path / "rows.jsonl", [{"chat": chat}])
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1 has no text under 'chat'; its columns are chat"):
+        read(file, tokenizer, prompt_key="chat", answer_key="chat", group_key=None)
+
+
+def test_a_json_file_is_a_list_of_rows(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    assert data.read_rows(tmp_path / "rows.json") == ROWS
+    (tmp_path / "rows.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"rows\.json is no list of objects"):
+        data.read_rows(tmp_path / "rows.json")
+
+
+# ---- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "parts"), [
+    ("hub:a/b@main", ("a/b", None, "main", "train")),
+    ("hub:a/b/c@main:test", ("a/b", "c", "main", "test")),
+    ("hub:a/b@refs/convert/parquet:train[:20]", ("a/b", None, "refs/convert/parquet", "train[:20]")),
+])
+def test_the_name_of_a_data_set_of_the_hub(value, parts):
+    found = data.parse_hub(value, "train")
+    assert (found.name, found.config, found.revision, found.split) == parts
+    assert data.parse_hub(str(found), "other") == found
+
+
+@pytest.mark.parametrize("value", ["hub:a@main", "hub:a/b", "hub:a/b@", "hub:a/b/c/d@main", "hub:@main", "hub:a/b@main:", "hub:a/b@x y"])
+def test_a_data_set_of_the_hub_needs_user_name_and_revision(value):
+    with pytest.raises(ValueError, match="is not of the form hub:USER/NAME"):
+        data.parse_hub(value, "train")

@@ -15,7 +15,7 @@ FLOORS = {
     2: ("families",),
     3: ("decode", "speculate", "data"),
     4: ("trajectories", "trainer"),
-    5: ("evaluate", "hub", "exported"),
+    5: ("evaluate", "hub", "exported", "importers"),
     6: ("recipe", "cli", "stages", "plan", "ablate", "trace"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
@@ -27,7 +27,7 @@ HIGHEST = {
     "families": 1,
     "decode": 2, "speculate": 2, "data": -1,
     "trajectories": 3, "trainer": 3,
-    "evaluate": 4, "hub": 3, "exported": -1,
+    "evaluate": 4, "hub": 3, "exported": -1, "importers": 4,
     "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "ablate": 6, "trace": 6,
 }  # fmt: skip
 NEVER = {("trainer", "decode")}
@@ -37,7 +37,7 @@ LIBRARIES = {
     "masks": {"torch"}, "noise": {"torch"}, "unmask": {"torch"}, "losses": {"torch"}, "roofline": set(),
     "attention": {"torch", "transformers", "triton"}, "cache": {"torch", "transformers"},
     "families": {"torch", "transformers", "huggingface_hub", "safetensors"},
-    "decode": {"torch"}, "speculate": {"torch"}, "data": {"torch", "datasets", "tokenizers", "pyarrow"},
+    "decode": {"torch"}, "speculate": {"torch"}, "data": {"torch", "datasets", "tokenizers", "pyarrow", "huggingface_hub"},
     "exported": {"torch", "transformers"}, "recipe": {"yaml"},
 }  # fmt: skip
 HEAVY = {

@@ -54,6 +54,26 @@ def test_forward_kl_is_computed_in_fp32():
     torch.testing.assert_close(found, losses.forward_kl(p.float(), q.float()), atol=0, rtol=0)
 
 
+def test_token_distillation_by_hand():
+    """Row 0: -ln(1/4) and -ln(1/2), mean (ln 4 + ln 2) / 2 = 3/2 ln 2. Row 1: -ln(3/4). Mean 1/2 (3/2 ln 2 + ln 4/3) = 0.663702.
+
+    Slots outside the set, and what stands in them, do not count.
+    """
+    logits = torch.stack([logits_of([0.25, 0.75], [0.5, 0.5], [0.1, 0.9]), logits_of([0.25, 0.75], [0.25, 0.75], [0.1, 0.9])])
+    token = torch.tensor([[0, 1, 0], [0, 1, 1]])
+    chosen = torch.tensor([[True, True, False], [False, True, False]])
+    found = losses.token_distillation(logits, token, chosen)
+    assert found.item() == pytest.approx((1.5 * math.log(2) + math.log(4 / 3)) / 2, abs=1e-6)
+    assert found.item() == pytest.approx(0.663702, abs=1e-6)
+
+
+def test_token_distillation_is_distillation_from_a_point_mass():
+    student, _, chosen = random_case(5, rows=3)
+    token = torch.randint(7, chosen.shape, generator=torch.Generator().manual_seed(1))
+    target = torch.full(student.shape, -1e4).scatter(-1, token[..., None], 0.0)
+    torch.testing.assert_close(losses.token_distillation(student, token, chosen), losses.distillation(student, target, chosen))
+
+
 def test_means_are_taken_per_row_then_over_rows():
     """Row 0: (1 + 2 + 3) / 3 = 2. Row 1: 10. Mean 6; a mean over all four values would be 4. A third, empty row: 12 / 3 = 4."""
     chosen = torch.tensor([[True, True, True], [False, True, False]])

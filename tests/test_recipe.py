@@ -194,6 +194,16 @@ WRONG = {
     # files
     "no prompts file": ({"data.prompts": "nothing.jsonl"}, "data.prompts: no file at "),
     "no test file": ({"data.test": "nothing.jsonl"}, "data.test: no file at "),
+    "hub without revision": ({"data.prompts": "hub:a/b"}, "'hub:a/b' is not of the form hub:USER/NAME[/CONFIG]@REVISION[:SPLIT]"),
+    "hub without user": ({"data.test": "hub:b@main"}, "'hub:b@main' is not of the form hub:USER/NAME[/CONFIG]@REVISION[:SPLIT]"),
+    "no prompts named": ({"data.prompts": ...}, "missing key data.prompts: text"),
+    "no test named": ({"data.test": ...}, "missing key data.test: text"),
+    "long prompts": ({"data.long_prompts": "cut"}, "data.long_prompts is 'cut'; allowed: error, drop"),
+    "long answers": ({"data.long_answers": "keep"}, "data.long_answers is 'keep'; allowed: error, cut, drop"),
+    "collect and trajectories": ({"trajectories": "t"}, "collect and trajectories are both given"),
+    "trajectories for mdlm": (
+        {"trajectories": "t", "collect": ..., "train.objective": "mdlm"}, "trajectories is 't'; objective mdlm trains on answers"
+    ),
     "no scratch config": (
         {"model": ..., "scratch": {"config": "c.json", "tokenizer": "."}, "train.objective": "mdlm"}, "scratch.config: nothing at "
     ),
@@ -216,7 +226,10 @@ def test_a_mistake_is_one_error_that_names_the_key_and_what_is_allowed(tmp_path,
 @pytest.mark.parametrize("changes", [{"train.distill_weight": 0}, {"train.warmup": 100}, {"collect.temperatures": [0.0]},
                                      {"decode.block_length": 64}, {"train.steps": ..., "train.epochs": 0.5},
                                      {"train.noise_floor": 0.5, "train.noise_first_cap": 0.51}, {"train.num_examples": 1},
-                                     {"evaluate.num_prompts": 1}, {"evaluate.methods": ["student"]}])  # fmt: skip
+                                     {"evaluate.num_prompts": 1}, {"evaluate.methods": ["student"]},
+                                     {"data.prompts": "hub:a/b@main", "data.test": "hub:a/b/c@main:validation"},
+                                     {"data.prompts": ..., "collect": ..., "trajectories": "t"},
+                                     {"data.long_prompts": "drop", "data.long_answers": "cut"}])  # fmt: skip
 def test_values_at_their_limits_are_accepted(tmp_path, changes):
     assert load(tmp_path, changes).name == "test"
 

@@ -8,7 +8,7 @@ import torch
 from conftest import random_model
 from test_trajectories import BLOCK, BUDGET, collect, examples
 
-from cdlm import losses
+from cdlm import data, losses
 from cdlm.trainer import (
     AnswerNoise,
     CDLMConfig,
@@ -135,6 +135,52 @@ def test_states_of_a_teacher_that_stopped_early(folder):
         assert bool((row["y_star"][:BLOCK] != 1).all()) and bool((row["y_star"][BLOCK:] == 1).all())
         starts.add(int((row["y"] != 1).sum()))
     assert starts == set(range(BLOCK)), "60 draws miss one of 4 with probability below 4 (3/4)**60 = 1.3e-7"
+
+
+def test_states_of_a_teacher_that_revealed_several_slots_at_once(folder):
+    """Steps 0 0 0 3 in each block of four: y is a state that the teacher was in, and U_y is never empty.
+
+    A draw of 0, 1 or 2 is the state with nothing revealed, 3 the one with three slots, and so on: six states.
+    """
+    whole = Trajectories(folder)[0]
+    steps = torch.tensor([0, 0, 0, 3, 4, 4, 4, 7, 8, 8, 8, 11])
+    several = replace(whole, step=steps, hidden=None, confidence=None)
+    dataset, starts = TrajectoryStates([several], random_model(), BLOCK, seed=0), set()
+    for epoch in range(200):
+        dataset.set_epoch(epoch)
+        row = dataset[0]
+        assert "hidden" not in row
+        starts.add((int((row["y"] != 1).sum()), int((row["y_star"] != 1).sum())))
+    assert starts == {(0, 4), (3, 4), (4, 8), (7, 8), (8, 12), (11, 12)}  # 200 draws miss one with probability below 6 (11/12)**200
+
+
+def test_without_hidden_rows_equation_4_takes_the_trajectorys_tokens(folder, tmp_path):
+    """By a loop over rows and slots: -log of the student's probability of the token that was revealed."""
+    from cdlm.trainer import cdlm_losses
+
+    model = random_model()
+    stored = [replace(Trajectories(folder)[i], hidden=None, confidence=None) for i in range(4)]
+    t = trainer(folder, tmp_path, model, dataset=TrajectoryStates(stored, model, BLOCK, seed=0))
+    rows, expected = [t.train_dataset[i] for i in range(4)], 0.0
+    for row, trajectory in zip(rows, stored, strict=True):
+        prompt = len(row["prompt_ids"])
+        valid = torch.ones(1, prompt + BUDGET, dtype=torch.bool)
+        with torch.no_grad():
+            whole = torch.cat([torch.tensor(row["prompt_ids"]), row["y"]])[None]
+            log_p = model.sequence_logits(whole, valid, torch.tensor([prompt]), BLOCK)[0, prompt:].log_softmax(-1)
+        u = [i for i in range(BUDGET) if row["y"][i] == 1 and row["y_star"][i] != 1]
+        expected -= sum(float(log_p[i, trajectory.tokens[i]]) for i in u) / len(u) / 4
+    found = cdlm_losses(t, t.data_collator(rows))
+    assert found["distill"].item() == pytest.approx(expected, rel=1e-5) and "consistency" in found
+
+
+def test_a_cut_answer_fills_the_budget_and_no_more(folder):
+    """The longest answer of the batch has as many tokens as the budget: no slot for an end token is added."""
+    model = random_model()
+    examples = [data.Example(0, "all", "", "", [5, 6], [7] * BUDGET), data.Example(1, "all", "", "", [5], [8])]
+    dataset = AnswerNoise(examples, BUDGET, seed=0)
+    batch = Collator(model, BUDGET)([dataset[0], dataset[1]])
+    assert batch["answer"].tolist() == [[7] * BUDGET, [8] + [2] * (BUDGET - 1)]
 
 
 def test_a_student_that_is_its_teacher_has_no_distillation_loss(folder):
