@@ -228,6 +228,12 @@ SHAPES = {
     "dream, tied": ("dream", {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
     "sdar, tied": ("sdar", {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
     "lladamoe, more experts": ("lladamoe", {"num_experts": 6, "num_key_value_heads": 2}, {"num_experts": 6, "norm_topk_prob": False}),
+    "sdar, mixture of experts": (
+        "sdar", {"model_type": "sdar_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+        {"model_type": "qwen3_moe", "num_experts": 6, "norm_topk_prob": True},
+    ),
+    "sdar, grouped heads": ("sdar", {"num_attention_heads": 8, "num_key_value_heads": 2}, {"num_key_value_heads": 2}),
+    "dream, all heads": ("dream", {"num_key_value_heads": 4, "num_hidden_layers": 3}, {"num_key_value_heads": 4}),
     "llada2_moe, two dense layers": ("llada2_moe", {"first_k_dense_replace": 2}, {"first_k_dense_replace": 2, "norm_topk_prob": True}),
 }  # fmt: skip
 
@@ -267,3 +273,14 @@ def test_facts_of_a_family(name):
     facts = families.find(config).facts(config)
     assert (facts.logit_shift, facts.block_length, facts.block_origin, facts.prompt_attention) == FACTS[name]
     assert (facts.mask_token_id, facts.eos_token_ids, facts.pad_token_id) == (159, (158,), 158)
+
+
+def test_sdars_block_is_4_where_its_config_says_nothing():
+    config = json.loads((FIXTURES / "sdar" / "config.json").read_text())
+    del config["block_size"]
+    assert families.find(config).facts(config).block_length == 4
+    moe = {**config, "model_type": "sdar_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    with pytest.raises(ValueError, match="none of: norm_topk_prob"):
+        families.find(moe).native_config(moe)
+    with pytest.raises(ValueError, match=r"decoder_sparse_step 2, which Qwen3 can't express"):
+        families.find(moe).native_config({**moe, "decoder_sparse_step": 2, "norm_topk_prob": True})
