@@ -92,8 +92,9 @@ def save_adapter(
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    config = json.loads((source / adapters.CONFIG).read_text())
-    (folder / adapters.CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": base_model}, indent=2, sort_keys=True) + "\n")
+    config = json.loads((source / adapters.CONFIG).read_text()) | {"base_model_name_or_path": base_model}
+    config["target_modules"] = sorted(config["target_modules"])  # PEFT writes a set, in any order
+    (folder / adapters.CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     shutil.copyfile(source / adapters.WEIGHTS, folder / adapters.WEIGHTS)
     stated = adapters.facts_json(facts, max_new_tokens=max_new_tokens, confidence_threshold=confidence_threshold)
     (folder / adapters.FACTS).write_text(json.dumps(stated, indent=2) + "\n")
@@ -315,7 +316,7 @@ def pack(folder: Path, repo_id: str, *, adapter_only: bool = False) -> Shipment:
         if why is None:
             files[name] = path
         else:
-            left_out[name] = why
+            left_out[name + "/" * (path.is_dir() and not path.is_symlink())] = why
     for name in weights:
         if name not in files:
             raise ValueError(f"{source / name} can't be sent: {left_out.get(name, 'it is not in the folder')}")
@@ -348,12 +349,17 @@ def _adapter_weights(folder: Path) -> list[str]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below a folder in the order of their names, and links to folders, which are not followed."""
+    """All files below a folder in the order of their names; what stays at home whole, and links to folders, as one."""
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir() and not path.is_symlink() and not _folder_at_home(path.name):
             yield from _walk(path)
         else:
             yield path
+
+
+def _folder_at_home(name: str) -> str:
+    """Why a folder of that name is left out whole; empty for one that is looked into."""
+    return next((why for pattern, why in FOLDERS_AT_HOME.items() if fnmatchcase(name.lower(), pattern)), "")
 
 
 def _why_not(path: Path, folder: Path, weights: list[str], is_adapter: bool) -> str | None:
@@ -367,12 +373,11 @@ def _why_not(path: Path, folder: Path, weights: list[str], is_adapter: bool) -> 
             return "a link to what is no file"
         if (why := _why_not(target, folder.resolve(), weights, is_adapter)) is not None:
             return f"a link to {target.name}: {why}"
+    for part in inside.parts if path.is_dir() else inside.parts[:-1]:
+        if why := _folder_at_home(part):
+            return why
     if not path.is_file():
         return "not a file"
-    for part in inside.parts[:-1]:
-        why = next((why for pattern, why in FOLDERS_AT_HOME.items() if fnmatchcase(part.lower(), pattern)), "")
-        if why:
-            return f"in {part}/: {why}"
     name = inside.name
     if inside.suffix == ".safetensors" and inside.as_posix() not in weights:
         return "not the model's weights"
@@ -431,7 +436,7 @@ def push(shipment: Shipment, *, private: bool, say: Callable[[str], None] = prin
             for name in shipment.weights:
                 api.preupload_lfs_files(repo_id, [additions[name]], free_memory=False)
                 arrived.append(name)
-                say(f"sent {name}")
+                say(f"{name} has arrived")
             address = api.create_commit(repo_id, list(additions.values()), commit_message="Upload by cdlm").commit_url
             missing = sorted(set(shipment.files) - set(api.list_repo_files(repo_id)))
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
