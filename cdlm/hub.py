@@ -457,8 +457,8 @@ def _failed(shipment: Shipment, error: Exception, arrived: list[str]) -> str:
         401: "the Hub does not accept this token: set HF_TOKEN, or log in with `hf auth login`, then ",
         403: f"this token may not write to {shipment.repo_id}: take one with write permission or another repository, then ",
     }
-    there = f"{', '.join(arrived)} arrived and will not be sent again; " if arrived else "no weights arrived; "
+    there = f"{', '.join(arrived)} arrived and will not be sent again" if arrived else "no weights arrived"
     return (
-        f"the push to {shipment.repo_id} failed ({why}). {there}the files show there once the last step, one commit, is done. "
+        f"the push to {shipment.repo_id} failed ({why}). So far {there}; nothing shows in the repository before the last step, one commit. "
         f"{shipment.folder} is as it was; {hints.get(status or 0, '')}go on with the same command."
     )

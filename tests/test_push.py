@@ -638,6 +638,7 @@ def test_an_adapter_that_does_not_fit(exported, done, name, change, named):
     config = json.loads((folder / adapters.CONFIG).read_text())
     (folder / adapters.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(done.recipe.parent / "teacher")}))
     assert families.load(folder).facts.block_length == mini.BLOCK
+    assert families.read_config(folder)["confidence_threshold"] == mini.THRESHOLD, "what `cdlm generate` takes"
     if change is None:
         (folder / name).write_bytes(b"nothing")
     else:
