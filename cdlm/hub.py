@@ -6,6 +6,7 @@ an adapter. `pack` chooses what of a folder is sent and `push` sends it, with hu
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -366,7 +367,7 @@ def _why_not(path: Path, folder: Path, weights: list[str], is_adapter: bool) -> 
     """Why a file stays at home; None for one that is sent."""
     inside = path.relative_to(folder)
     if path.is_symlink():
-        target = path.resolve()
+        target = Path(os.path.realpath(path))
         if not target.is_relative_to(folder.resolve()):
             return "a link out of the folder"
         if not target.is_file():

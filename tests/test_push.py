@@ -317,13 +317,14 @@ def test_nothing_forbidden_arrives(push, server, exported, tmp_path, arguments):
     (source / "assets").symlink_to(outside, target_is_directory=True)
     (source / "vocab.json").symlink_to(source / ".env")
     (source / "merges.txt").symlink_to(tmp_path / "nowhere")
+    (source / "NOTICE").symlink_to("NOTICE")
     os.mkfifo(source / "vocab.txt")
     ended = push(exported, "--repo-id", "me/student", *arguments)
     assert ended.returncode == 0, ended.stderr
     assert server.repositories["me/student"].files == wanted
     left_out = re.findall(r"^  leave out  (.+?): (.+)$", ended.stdout, re.M)
     named = [name for name, _ in left_out]
-    for name in [*FORBIDDEN, "added_tokens.json", "assets", "vocab.json", "merges.txt", "vocab.txt"]:
+    for name in [*FORBIDDEN, "added_tokens.json", "assets", "vocab.json", "merges.txt", "vocab.txt", "NOTICE"]:
         assert any(name == known or (known.endswith("/") and name.startswith(known)) for known in named), name
     assert dict(left_out)["added_tokens.json"] == "a link out of the folder" and "hidden" in dict(left_out)["vocab.json"]
     assert set(server.objects.values()) <= set(wanted.values()), "not even as an object that no commit names"
