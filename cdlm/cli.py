@@ -30,6 +30,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value, as in train.steps=100")
         command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: runs/<name of the recipe>)")
         command.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
+    push = commands.add_parser("push", help="send an exported folder, or that of a recipe, to the Hub")
+    push.add_argument("target", type=Path, metavar="FOLDER|RECIPE", help="a model's folder, or a recipe whose export is done")
+    push.add_argument("--repo-id", metavar="USER/NAME", help="the repository; made if it is not there (default: the recipe's push.repo_id)")
+    push.add_argument("--private", action="store_true", help="only you can see it")
+    push.add_argument("--adapter-only", action="store_true", help="the LoRA adapter alone, not the merged model")
+    push.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the recipe")
+    push.add_argument("--out", type=Path, metavar="DIR", help="where the recipe's run is (default: runs/<name of the recipe>)")
+    push.add_argument("--dry-run", action="store_true", help="list what would be sent, and exit")
     generate = commands.add_parser("generate", help="answer a prompt with a diffusion model")
     generate.add_argument("model", metavar="MODEL", help="a folder or a Hub repository")
     generate.add_argument("--prompt", required=True, help="text of the prompt")
@@ -95,7 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         own = {
-            "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert, "import": _import,
+            "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert,
+            "import": _import, "push": _push,
         }
         if args.command in own:
             return own[args.command](args)
@@ -126,12 +135,16 @@ def _stages(args: argparse.Namespace) -> int:
         print(ablate.run(run))
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    wanted = [s for s in stages.STAGES if s != "collect" or recipe.collect is not None] if args.command == "distill" else [args.command]
+    wanted = stages.stages_of(recipe) if args.command == "distill" else [args.command]
     _require(run, wanted[0])
     run.check_inputs()
     began = time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
         stages.is_done(run, stage)
+    if "push" in wanted and not stages.is_done(run, "push"):
+        from cdlm import hub
+
+        hub.check_token()
     if "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
         shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
     for stage in wanted:
@@ -170,7 +183,7 @@ def _require(run, stage: str) -> None:
     """A stage started alone needs the one before it."""
     from cdlm import stages
 
-    order = [s for s in stages.STAGES if s != "collect" or run.recipe.collect is not None]
+    order = stages.stages_of(run.recipe)
     if stage not in order:
         raise ValueError(f"this recipe has no {stage} stage; it has {', '.join(order)}")
     for before in order[: order.index(stage)]:
@@ -236,6 +249,40 @@ def _import(args: argparse.Namespace) -> int:
     )
     importers.import_folder(asked, args.source, args.target, args.model, family=args.family, say=partial(print, flush=True))
     print(f"in a recipe, instead of collect:  trajectories: {args.target.resolve()}")
+    return 0
+
+
+def _push(args: argparse.Namespace) -> int:
+    from cdlm import hub
+
+    if args.target.suffix in (".yaml", ".yml") and not args.target.is_dir():
+        flags = [("push.repo_id", args.repo_id), ("push.private", args.private), ("push.adapter_only", args.adapter_only)]
+        args.set += [f"{key}={str(value).lower() if value is True else value}" for key, value in flags if value]
+        args.recipe = args.target
+        return _push_run(args) if args.dry_run else _stages(args)
+    if args.set or args.out is not None:
+        raise ValueError(f"--set and --out belong to a recipe; {args.target} is not a YAML file")
+    if args.repo_id is None:
+        raise ValueError("--repo-id is missing: the repository to send the folder to, of the form user/name")
+    shipment = hub.pack(args.target, args.repo_id, adapter_only=args.adapter_only)
+    if not args.dry_run:
+        hub.check_token()
+    print(hub.listing(shipment, args.private), flush=True)
+    if not args.dry_run:
+        print(hub.push(shipment, private=args.private, say=lambda text: print(text, flush=True)))
+    return 0
+
+
+def _push_run(args: argparse.Namespace) -> int:
+    """What `cdlm push RECIPE` would send."""
+    from cdlm import hub, stages
+    from cdlm import recipe as recipes
+
+    recipe = recipes.load(args.recipe, args.set)
+    run = stages.Run(recipe, args.out or Path("runs") / recipe.name)
+    _require(run, "push")
+    assert recipe.push is not None
+    print(hub.listing(hub.pack(run.exported, recipe.push.repo_id, adapter_only=recipe.push.adapter_only), recipe.push.private))
     return 0
 
 

@@ -8,7 +8,7 @@ import torch
 
 from cdlm import data, families
 from cdlm.recipe import Recipe
-from cdlm.stages import STAGES, Run, is_done
+from cdlm.stages import Run, is_done, stages_of
 from cdlm.trajectories import hidden_bytes, read_manifest
 
 
@@ -46,7 +46,7 @@ def text(run: Run) -> str:
     tests = run.examples(tokenizer, "test", r.evaluate.num_prompts)
     prompts = tests if r.trajectories else run.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
     length = _mean_length(prompts) + budget
-    done = {stage: is_done(run, stage) for stage in STAGES if stage != "collect" or r.collect}
+    done = {stage: is_done(run, stage) for stage in stages_of(r)}
     speed = machine_flops(config.hidden_size) / 2
     per_token = 2.0 * count
     lines = [
@@ -99,6 +99,9 @@ def text(run: Run) -> str:
         (len(tests) + e.latency_prompts) * passes * length * per_token,
     )
     stage("export", f"{run.exported}, {count * families.DTYPES[r.dtype].itemsize / 2**20:.1f} MiB", 0.0)
+    if r.push:
+        what = "the adapter of the export" if r.push.adapter_only else "the export"
+        stage("push", f"{what} to {r.push.repo_id}{' (private)' if r.push.private else ''}", 0.0)
     lines.append(f"in all      roughly {_clock(total)} at {speed / 1e9:.0f} GFLOP/s")
     return "\n".join(lines)
 

@@ -153,12 +153,26 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Export:
-    """What the exported folder and its card say besides what is measured."""
+    """What the exported folder and its card say besides what is measured.
+
+    base_model: the Hub repository of the model (default: the recipe's own model, when that is one).
+    benchmark: the Hub dataset that data.test is of; with it the results are also written to .eval_results/.
+    """
 
     license: str = "apache-2.0"
     tags: list[str] = field(default_factory=list)
     datasets: list[str] = field(default_factory=list)
     base_model: str | None = None
+    benchmark: str | None = None
+
+
+@dataclass(frozen=True)
+class Push:
+    """Where the exported folder is sent, as a recipe's last stage. adapter_only: its adapter/ alone, not the merged model."""
+
+    repo_id: str
+    private: bool = False
+    adapter_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,6 +189,7 @@ class Recipe:
     collect: Collect | None = None
     evaluate: Evaluate = field(default_factory=Evaluate)
     export: Export = field(default_factory=Export)
+    push: Push | None = None
     model: str | None = None
     scratch: Scratch | None = None
     trajectories: str | None = None
@@ -196,6 +211,12 @@ class Recipe:
         if not local.exists() and self.model.startswith((".", "/")):
             raise ValueError(f"model: nothing at {local}")
         return local if local.exists() else self.model
+
+    def base_model(self) -> str | None:
+        """The Hub repository of the model that the recipe starts from, None when it has none."""
+        if self.export.base_model is not None or self.model is None:
+            return self.export.base_model
+        return None if self.path(self.model).exists() else self.model
 
     def section(self, *names: str) -> dict[str, Any]:
         """Some sections as plain values, for a stage's note of what it was asked to do."""
@@ -422,6 +443,7 @@ def check(recipe: Recipe) -> None:
     for name in ("batch_size", "latency_prompts", "repeats"):
         within(f"evaluate.{name}", getattr(e, name), 1)
     within("evaluate.warmup_prompts", e.warmup_prompts, 0)
+    _check_hub(r)
     if r.trajectories is not None and t.objective != "cdlm":
         raise ValueError(f"trajectories is {r.trajectories!r}; objective {t.objective} trains on answers, not on trajectories")
     if r.data.prompts is None and r.trajectories is None:
@@ -437,3 +459,21 @@ def check(recipe: Recipe) -> None:
         for name in ("config", "tokenizer"):
             if not r.path(getattr(r.scratch, name)).exists():
                 raise ValueError(f"scratch.{name}: nothing at {r.path(getattr(r.scratch, name))}")
+
+
+def _check_hub(r: Recipe) -> None:
+    """Names of Hub repositories, and whether what push asks for will be there."""
+    named = {"export.base_model": r.export.base_model, "export.benchmark": r.export.benchmark}
+    for key, name in (named | ({"push.repo_id": r.push.repo_id} if r.push is not None else {})).items():
+        if name is not None:
+            from cdlm.hub import check_repo_id
+
+            check_repo_id(name, key)
+    if r.push is not None and r.push.adapter_only:
+        if r.train.lora is None:
+            raise ValueError("push.adapter_only is true and train.lora null: a student that trains all parameters has no adapter")
+        if r.base_model() is None:
+            raise ValueError(
+                f"push.adapter_only is true, and model is {r.model!r}, a folder of this machine; "
+                "name its Hub repository in export.base_model"
+            )

@@ -3,7 +3,8 @@
     runs/<name>/trajectories/   collect
     runs/<name>/student/        train   (checkpoints/ meanwhile, log.jsonl for the losses)
     runs/<name>/report.json     evaluate (report.md, pareto.png)
-    runs/<name>/export/         export
+    runs/<name>/export/         export  (adapter/ in it, when the student is an adapter)
+    push.request.json           push    (only with a push section: export/ goes to the Hub)
 
 Every stage leaves a note of what it was asked to do. A folder that holds the result of other values is an error, not a redo.
 """
@@ -26,6 +27,11 @@ from cdlm.recipe import Recipe
 
 STAGES = ("collect", "train", "evaluate", "export")
 DEFAULT_SPLIT = {"prompts": "train", "test": "test"}
+
+
+def stages_of(recipe: Recipe) -> list[str]:
+    """The stages that a recipe has, in their order."""
+    return [s for s in STAGES if s != "collect" or recipe.collect is not None] + (["push"] if recipe.push is not None else [])
 
 
 @dataclass
@@ -197,22 +203,24 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": run.data_hash("test")}
     measured |= {"device": r.device, "attention": r.attention}
-    return measured if stage == "evaluate" else {**measured, **r.section("export")}
+    if stage == "evaluate":
+        return measured
+    return {**measured, **r.section("export")} if stage == "export" else {**measured, **r.section("export", "push")}
 
 
 def is_done(run: Run, stage: str) -> bool:
     """Is the stage's result there, and is it of these values? Another recipe's result is an error."""
     last = {
         "collect": run.trajectories / "manifest.json", "train": run.student / "request.json",
-        "evaluate": run.out / "report.json", "export": run.exported / "README.md",
+        "evaluate": run.out / "report.json", "export": run.exported / "README.md", "push": run.out / "push.request.json",
     }[stage]
     if not last.is_file():
         return False
     note = {
         "collect": run.trajectories / "collection.json", "train": run.student / "request.json",
-        "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json",
+        "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json", "push": last,
     }[stage]
-    trajectories.compare(note, request_of(run, stage), last if stage == "evaluate" else last.parent)
+    trajectories.compare(note, request_of(run, stage), last if stage in ("evaluate", "push") else last.parent)
     return True
 
 
@@ -375,7 +383,7 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
     for stale in (run.student, run.exported):
         if stale.exists():
             shutil.rmtree(stale)
-    for name in ("report.json", "report.md", "pareto.png", "samples.jsonl"):  # they speak of another student
+    for name in ("report.json", "report.md", "pareto.png", "samples.jsonl", "push.request.json"):  # they speak of another student
         (run.out / name).unlink(missing_ok=True)
     partial.replace(run.student)
 
@@ -492,11 +500,12 @@ def _spread(examples: list[data.Example], count: int) -> list[data.Example]:
 
 
 def export(run: Run) -> None:
-    """The folder for users: stock architecture, adapter merged, decoder and card beside the weights."""
+    """The folder for users: stock architecture, adapter merged, decoder and card beside the weights; the adapter alone in adapter/."""
     from cdlm import hub
     from cdlm.evaluate import report
 
     r = run.recipe
+    peft_model = None
     if r.train.objective == "cdlm":
         base = run.load_teacher()
         student, peft_model = load_student(run, base)
@@ -510,15 +519,51 @@ def export(run: Run) -> None:
     else:
         student = families.load(run.student, family=r.family, dtype=r.dtype)
         tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None
-    found = json.loads((run.out / "report.json").read_text())
+    report_file = run.out / "report.json"
+    found = json.loads(report_file.read_text())
     rows = [row for row in found["results"] if row["task"] == "all"]
-    card = hub.card(
-        r.name, report=found, base_model=r.export.base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
-        decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
-        lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None,
-    )
+    base_model, budget = r.base_model(), r.decode.max_new_tokens
+
+    def card(**kind: bool) -> str:
+        return hub.card(
+            r.name, report=found, base_model=base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
+            decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
+            lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None, **kind,
+        )
+
+    results = adapter = None
+    if r.export.benchmark is not None:
+        measured_on = time.strftime("%Y-%m-%d", time.gmtime(report_file.stat().st_mtime))
+        results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on)
+    if peft_model is not None and threshold is not None:
+        adapter = run.out / "adapter.partial"
+        stock = student.family == "native"
+        hub.save_adapter(
+            run.student, tokenizer, adapter, base_model=base_model, facts=facts, max_new_tokens=budget, confidence_threshold=threshold,
+            card=card(adapter=True, stock=stock), eval_results=results, with_decoder=stock,
+        )
+    (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced
     trajectories.write_json(run.out / "export.request.json", request_of(run, "export"))
     hub.save(
-        student, tokenizer, run.exported, facts=facts, max_new_tokens=r.decode.max_new_tokens, confidence_threshold=threshold, card=card
+        student, tokenizer, run.exported, facts=facts, max_new_tokens=budget, confidence_threshold=threshold, card=card(),
+        eval_results=results, adapter=adapter,
     )
     run.say(f"export: {run.exported}")
+
+
+# ---- push ------------------------------------------------------------------------------------------------------------
+
+
+def push(run: Run) -> None:
+    """The exported folder, or its adapter alone, to the Hub; a note that this was done."""
+    from cdlm import hub
+
+    asked = run.recipe.push
+    if asked is None:
+        raise ValueError("this recipe has no push section: give it one with repo_id, or --repo-id to cdlm push")
+    hub.check_token()
+    shipment = hub.pack(run.exported, asked.repo_id, adapter_only=asked.adapter_only)
+    run.say(hub.listing(shipment, asked.private))
+    address = hub.push(shipment, private=asked.private, say=run.say)
+    trajectories.write_json(run.out / "push.request.json", request_of(run, "push"))
+    run.say(f"push: {address}")

@@ -151,11 +151,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: content for name, (_, content) in snapshot(folder).items()}
 
 
-def run_python(code: str, *arguments: object, folder: Path, package: bool = True) -> subprocess.CompletedProcess:
-    """Python code in a process of its own; package=False makes `import cdlm` fail there."""
+def run_python(
+    code: str, *arguments: object, folder: Path, package: bool = True, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """Python code in a process of its own; package=False makes `import cdlm` fail there. variables: of its environment."""
     head = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" if package else "import sys; sys.modules['cdlm'] = None\n"
     environment = {
         **os.environ, "HF_HOME": str(folder / "hf-home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": "",
+        **(variables or {}),
     }
     return subprocess.run(
         [sys.executable, "-c", head + code, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=120,

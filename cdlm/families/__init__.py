@@ -6,6 +6,7 @@ names of their own also offers NATIVE, the model_type of the stock class that co
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from cdlm import attention as attending
-from cdlm.families import dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
+from cdlm.families import adapter, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
 from cdlm.families.base import DiffusionLM, Facts
 
 FAMILIES: dict[str, ModuleType] = {
@@ -30,18 +31,16 @@ __all__ = [
 
 
 def read_config(path_or_id: str | Path) -> dict[str, Any]:
-    """config.json of a local folder or a Hub repository, as a dictionary. Runs no code of the repository."""
-    folder = Path(path_or_id)
-    if folder.is_dir():
-        file = folder / "config.json"
-        if not file.is_file():
-            raise ValueError(f"{folder} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
-    elif folder.is_absolute() or str(path_or_id).count("/") != 1:
-        raise ValueError(f"no model at {path_or_id}: neither a folder here nor a Hub repository of the form user/name")
-    else:
-        from huggingface_hub import hf_hub_download
+    """config.json of a local folder or a Hub repository, as a dictionary. Runs no code of the repository.
 
-        file = Path(hf_hub_download(str(path_or_id), "config.json"))
+    Of an adapter it is the config.json of its base, with the adapter's facts.json over it.
+    """
+    look = _looker(path_or_id)
+    file = look("config.json")
+    if file is None and (found := adapter.find(look)) is not None:
+        return adapter.overlay(read_config(adapter.base_of(found[0])), found[1])
+    if file is None:
+        raise ValueError(f"{path_or_id} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
     try:
         config = json.loads(file.read_text())
     except json.JSONDecodeError as error:
@@ -49,6 +48,54 @@ def read_config(path_or_id: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds {config!r}; it must be an object with named values")
     return config
+
+
+def _looker(path_or_id: str | Path) -> Callable[[str], Path | None]:
+    """A function from a file's name to where the file is, in a folder or in what is kept of a Hub repository; None: it has no such file."""
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        return lambda name: folder / name if (folder / name).is_file() else None
+    if folder.is_absolute() or str(path_or_id).count("/") != 1:
+        raise ValueError(f"no model at {path_or_id}: neither a folder here nor a Hub repository of the form user/name")
+    return lambda name: _hub_file(str(path_or_id), name)
+
+
+def _hub_file(repo_id: str, name: str) -> Path | None:
+    """A small file of a Hub repository, None if the repository has none of that name; one ValueError, and no retries, where it can't
+    be had. What was downloaded before serves while the Hub can't be reached."""
+    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    try:
+        get_hf_file_metadata(hf_hub_url(repo_id, name))
+        return Path(hf_hub_download(repo_id, name))
+    except errors.RemoteEntryNotFoundError:
+        return None
+    except errors.HFValidationError as error:
+        raise ValueError(f"no model at {repo_id}: neither a folder here nor the name of a Hub repository ({error})") from None
+    except errors.GatedRepoError:
+        raise ValueError(
+            f"{repo_id} is gated: ask for access on its page at {constants.ENDPOINT}/{repo_id}, then log in (HF_TOKEN or `hf auth login`)"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ValueError(
+            f"no model {repo_id}: no folder of that name here, and none on the Hub ({constants.ENDPOINT}) that can be seen; "
+            "if it is private, log in (HF_TOKEN or `hf auth login`)"
+        ) from None
+    except (errors.HTTPError, OSError) as error:
+        kept = try_to_load_from_cache(repo_id, name)
+        if isinstance(kept, str):
+            return Path(kept)
+        if kept is not None:
+            return None  # known to be absent
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            why = "HF_HUB_OFFLINE is set"
+        elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+            why = f"the Hub refused it ({error.response.status_code}): check the token (HF_TOKEN or `hf auth login`)"
+        elif isinstance(error, errors.HfHubHTTPError):
+            why = f"{constants.ENDPOINT} answered {error.response.status_code}"
+        else:
+            why = f"{constants.ENDPOINT} can't be reached: {error}"
+        raise ValueError(f"model {repo_id}: no folder of that name here, nothing kept from earlier downloads, and {why}") from None
 
 
 def find(config: dict[str, Any], family: str | None = None) -> ModuleType:
@@ -84,6 +131,10 @@ def load(
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
         dtype = DTYPES[dtype]
+    look = _looker(path_or_id)
+    if look("config.json") is None and (found := adapter.find(look)) is not None:
+        base = load(adapter.base_of(found[0]), family=family, dtype=dtype, device=device, attention=attention)
+        return adapter.put_on(base, local_folder(path_or_id), found[1])
     config = read_config(path_or_id)
     module = find(config, family)
     facts = module.facts(config)

@@ -78,6 +78,7 @@ class Files:
             pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
             found = f" ({pickles[0]} is a pickle, which can run code when it is read; convert it to safetensors)" if pickles else ""
             raise ValueError(f"{folder} has no model.safetensors and no model.safetensors.index.json{found}")
+        self.names: list[str] = names
         self._open: dict[str, Any] = {}
         self._read = 0
         self._where: dict[str, str] = {}
