@@ -76,6 +76,19 @@ def prompt_ids(tokenizer, prompt: str, *, chat_template: bool) -> list[int]:
     return tokenizer(prompt)["input_ids"]
 
 
+def unknown_text(tokenizer, text: str) -> str:
+    """The characters of a text that no token stands for: those the tokenizer drops, and those it reads as its unknown token.
+
+    White space is left out: some tokenizers drop it at the ends of words on purpose.
+    """
+    read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    known = [False] * len(text)
+    for token, (start, end) in zip(read["input_ids"], read["offset_mapping"], strict=True):
+        if token != tokenizer.unk_token_id:
+            known[start:end] = [True] * (end - start)
+    return "".join(dict.fromkeys(c for c, there in zip(text, known, strict=True) if not there and not c.isspace()))
+
+
 def read_examples(
     path: Path, tokenizer, *, prompt_key: str, answer_key: str, group_key: str | None, chat_template: bool,
     max_prompt_tokens: int, max_new_tokens: int, accept_key: str | None = None, limit: int | None = None, what: str = "data",
@@ -90,7 +103,8 @@ def read_examples(
     if limit is not None and not 1 <= limit <= len(rows):
         raise ValueError(f"{what} asks for {limit} rows; {path} has {len(rows)}")
     if accept_key is not None and what == "data.test" and not any(accept_key in row for row in rows):
-        raise ValueError(f"no row of {path} has {accept_key!r} (data.accept_key); its columns are {', '.join(map(str, rows[0]))}")
+        columns = ", ".join(dict.fromkeys(str(key) for row in rows for key in row))
+        raise ValueError(f"no row of {path} has {accept_key!r} (data.accept_key); its columns are {columns}")
     examples = []
     for index, row in enumerate(rows[:limit]):
         where = f"{path}, row {index + 1}"

@@ -154,7 +154,11 @@ class Export:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All values of a run. Exactly one of model (a folder or a Hub repository) and scratch."""
+    """All values of a run. Exactly one of model (a folder or a Hub repository) and scratch.
+
+    config: a copy of the model's config.json, from which --dry-run takes the sizes when the model is not on this machine; a real run
+        refuses a model of other sizes. hardware: the card of --dry-run's estimate, a name of roofline.HARDWARE.
+    """
 
     name: str
     data: Data
@@ -165,10 +169,12 @@ class Recipe:
     export: Export = field(default_factory=Export)
     model: str | None = None
     scratch: Scratch | None = None
+    config: str | None = None
     family: str | None = None
     dtype: str = "float32"
     attention: str = "auto"
     device: str = "cpu"
+    hardware: str | None = None
     seed: int = 0
     folder: Path = field(default=Path("."), metadata={"internal": True})
 
@@ -313,6 +319,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
 
 def check(recipe: Recipe) -> None:
     """Limits and relations between values. Touches only files that the recipe names."""
+    from cdlm import roofline
     from cdlm.families import ATTENTION, DTYPES, FAMILIES
 
     def within(name: str, value: float, low: float, high: float = float("inf")) -> None:
@@ -331,6 +338,13 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"name is {r.name!r}; it names a folder under runs/: no '/', and not only dots")
     if r.family is not None:
         one_of("family", r.family, FAMILIES)
+    if r.config is not None:
+        if r.model is None:
+            raise ValueError("config is a copy of the config.json of model; with scratch it is scratch.config")
+        if not r.path(r.config).is_file():
+            raise ValueError(f"config: no file at {r.path(r.config)}")
+    if r.hardware is not None:
+        roofline.card(r.hardware)
     one_of("dtype", r.dtype, DTYPES)
     one_of("attention", r.attention, ATTENTION)
     if r.device == "cpu" and (r.attention == "flex" or (r.attention == "triton" and os.environ.get("TRITON_INTERPRET") != "1")):
@@ -407,7 +421,8 @@ def check(recipe: Recipe) -> None:
         within(f"evaluate.{name}", getattr(e, name), 1)
     within("evaluate.warmup_prompts", e.warmup_prompts, 0)
     for name in ("prompts", "test"):
-        if not r.path(getattr(r.data, name)).is_file():
+        value = getattr(r.data, name)
+        if not value.startswith("hub:") and not r.path(value).is_file():
             raise ValueError(f"data.{name}: no file at {r.path(getattr(r.data, name))}")
     if r.scratch is not None:
         for name in ("config", "tokenizer"):

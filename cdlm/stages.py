@@ -25,6 +25,41 @@ from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 
 STAGES = ("collect", "train", "evaluate", "export")
+HUB = "hub:"
+SIZES = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "first_k_dense_replace",
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A config.json, by its own path."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {found!r}; it must be an object with named values")
+    return found
+
+
+def agree(found: Any, there: Any, model: str, copy: str) -> None:
+    """Refuse a model whose sizes are not those of the recipe's copy of its config.json."""
+    for name in SIZES:
+        a, b = getattr(found, name, None), getattr(there, name, None)
+        if a != b:
+            raise ValueError(f"{model} has {name} {a!r}; {copy} (the recipe's config) says {b!r}: not the model of this recipe")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from: the model without weights, where its config was read, and the questions (None: not on this machine)."""
+
+    model: Any
+    source: Path | str
+    prompts: list[data.Example] | None
+    tests: list[data.Example] | None
 
 
 @dataclass
@@ -75,19 +110,43 @@ class Run:
             limit=limit, what=f"data.{which}",
         )
 
-    def check_inputs(self) -> None:
-        """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work."""
-        from cdlm.plan import skeleton
+    def here(self) -> Path | None:
+        """The folder on this machine that holds the model: its own, or the Hub's cache; None when it is still to be fetched."""
+        r = self.recipe
+        if r.scratch is not None:
+            return r.path(r.scratch.config).parent
+        place = r.model_path()
+        if isinstance(place, Path):
+            return place
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(place, "config.json") if place.count("/") == 1 else None
+        return Path(file).parent if isinstance(file, str) else None
+
+    def model_config(self) -> tuple[dict[str, Any], Path | str]:
+        """The model's config.json, and where it was read: from the model if it is on this machine, else the recipe's copy, else the Hub."""
+        r = self.recipe
+        if r.scratch is not None:
+            return read_json(r.path(r.scratch.config)), r.path(r.scratch.config)
+        place = self.here()
+        if place is None and r.config is not None:
+            return read_json(r.path(r.config)), r.path(r.config)
+        return families.read_config(place or r.model_path()), place or r.model_path()
+
+    def check_inputs(self, *, everything: bool = True) -> "Inputs":
+        """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work.
+
+        everything: False (a dry run) leaves out what is not on this machine and fetches nothing if the recipe has a config.
+        """
+        from transformers import AutoModelForCausalLM
 
         r = self.recipe
-        model = skeleton(r.path(r.scratch.config) if r.scratch else r.model_path())
-        if r.scratch is None:
-            facts = families.find(config := families.read_config(r.model_path()), r.family).facts(config)
-            tokenizer = self.tokenizer(facts)
-        else:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)
+        if everything and r.config is not None:
+            found, there = families.read_config(r.model_path()), read_json(r.path(r.config))
+            agree(self._stock(found), self._stock(there), str(r.model), str(r.path(r.config)))
+        config, source = self.model_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self._stock(config))
         longest = r.data.max_prompt_tokens + r.decode.max_new_tokens
         room = getattr(model.config, "max_position_embeddings", None)
         if room is not None and longest > room:
@@ -95,12 +154,42 @@ class Run:
                 f"data.max_prompt_tokens {r.data.max_prompt_tokens} and decode.max_new_tokens {r.decode.max_new_tokens} are {longest} "
                 f"positions; the model has {room}"
             )
-        self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
-        self.examples(tokenizer, "test", r.evaluate.num_prompts)
         if r.train.lora is not None:
             from cdlm.trainer import match_targets
 
             match_targets(model, r.train.lora.targets)
+        prompts = tests = None
+        if everything or self.here() is not None:
+            tokenizer = self._checked_tokenizer(config)
+            if everything or not r.data.prompts.startswith(HUB):
+                prompts = self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
+            if everything or not r.data.test.startswith(HUB):
+                tests = self.examples(tokenizer, "test", r.evaluate.num_prompts)
+        return Inputs(model, source, prompts, tests)
+
+    def _stock(self, config: dict[str, Any]) -> Any:
+        """The stock transformers config of a config.json, be it a family's own or a stock one."""
+        from transformers import AutoConfig
+
+        from cdlm.families import convert
+
+        r = self.recipe
+        if r.scratch is None:
+            module = families.find(config, r.family)
+            if hasattr(module, "entries"):
+                return convert.native_config(config, module, module.facts(config))
+        values = {key: value for key, value in config.items() if key != "transformers_version"}
+        if "model_type" not in values:
+            raise ValueError("config.json has no model_type, which names the stock class")
+        return AutoConfig.for_model(**values)
+
+    def _checked_tokenizer(self, config: dict[str, Any]) -> Any:
+        r = self.recipe
+        if r.scratch is None:
+            return self.tokenizer(families.find(config, r.family).facts(config))
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)
 
     def decode_config(self) -> DecodeConfig:
         """The student's own decoding."""
@@ -325,9 +414,15 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         return DiffusionLM(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
-    r = run.recipe
-    student = families.load(run.student, family=base.family, dtype=r.dtype, device=r.device, attention=r.attention)
+    student = _load_saved(run)
     return DiffusionLM(student.hf, base.facts, base.family).eval(), None
+
+
+def _load_saved(run: Run) -> DiffusionLM:
+    """The whole model that training wrote: always in a stock class, whatever format the recipe's model has."""
+    r = run.recipe
+    family = None if r.family is not None and hasattr(families.FAMILIES[r.family], "entries") else r.family
+    return families.load(run.student, family=family, dtype=r.dtype, device=r.device, attention=r.attention)
 
 
 # ---- evaluate --------------------------------------------------------------------------------------------------------
@@ -344,7 +439,7 @@ def evaluate(run: Run) -> None:
         teacher = run.load_teacher()
         student, peft_model = load_student(run, teacher)
     else:
-        teacher = student = families.load(run.student, family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
+        teacher = student = _load_saved(run)
         peft_model = None
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)
@@ -447,7 +542,7 @@ def export(run: Run) -> None:
         facts = families.Facts(**{**asdict(base.facts), "block_length": r.decode.block_length})
         threshold: float | None = r.decode.confidence_threshold
     else:
-        student = families.load(run.student, family=r.family, dtype=r.dtype)
+        student = _load_saved(run)
         tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None
     found = json.loads((run.out / "report.json").read_text())
     rows = [row for row in found["results"] if row["task"] == "all"]
