@@ -77,16 +77,22 @@ def prompt_ids(tokenizer, prompt: str, *, chat_template: bool) -> list[int]:
 
 
 def unknown_text(tokenizer, text: str) -> str:
-    """The characters of a text that no token stands for: those the tokenizer drops, and those it reads as its unknown token.
+    """The characters of a text that no token stands for, each once: those read as the unknown token, and those that are dropped.
 
-    White space is left out: some tokenizers drop it at the ends of words on purpose.
+    White space that is dropped does not count: some tokenizers do that on purpose. Where a byte-pair model drops a character it shifts
+    the places of the next ones, so what is lost is looked up alone too.
     """
-    read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    known = [False] * len(text)
-    for token, (start, end) in zip(read["input_ids"], read["offset_mapping"], strict=True):
-        if token != tokenizer.unk_token_id:
-            known[start:end] = [True] * (end - start)
-    return "".join(dict.fromkeys(c for c, there in zip(text, known, strict=True) if not there and not c.isspace()))
+
+    def lost(part: str) -> list[str]:
+        read = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+        gone = [not character.isspace() for character in part]
+        for token, (start, end) in zip(read["input_ids"], read["offset_mapping"], strict=True):
+            gone[start:end] = [token == tokenizer.unk_token_id] * (end - start)
+        return [character for character, is_gone in zip(part, gone, strict=True) if is_gone]
+
+    found = dict.fromkeys(lost(text))
+    alone = [character for character in dict.fromkeys(text) if lost(character)] if found else []
+    return "".join([character for character in found if character in alone] or alone or found)
 
 
 def read_examples(

@@ -104,7 +104,7 @@ class Plan:
         ):
             if read is None:
                 value = getattr(r.data, name)
-                what = f"data.{name}, {value}" if value.startswith(HUB) else f"the tokenizer for data.{name}, {value}"
+                what = f"data.{name}, {value}" if (value or HUB).startswith(HUB) else f"the tokenizer for data.{name}, {value}"
                 counted = f"{asked} questions, as the recipe says" if asked else "how many questions the recipe does not say, so none count"
                 lines.append(
                     f"not here    {what}: {counted}, each with a prompt of {r.data.max_prompt_tokens} tokens and the whole budget"
@@ -194,10 +194,10 @@ class Plan:
 
 def text(run: Run, stages: Sequence[str] = STAGES, hardware: str | None = None) -> str:
     """The plan of these stages: models, parameters, steps, bytes, forwards, a rough time."""
-    plan = Plan(run, hardware)
     wanted = [stage for stage in stages if stage != "collect" or run.recipe.collect is not None]
     if not wanted:
         raise ValueError("this recipe has no collect stage: its objective trains on answers, not on trajectories")
+    plan = Plan(run, hardware)
     return "\n".join([*plan.head(), *(plan.stage(stage) for stage in wanted), plan.foot()])
 
 

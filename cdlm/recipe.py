@@ -35,6 +35,7 @@ class Scratch:
 class Data:
     """Where questions come from. prompts: those to train on; test: those to measure on, never trained on.
 
+    test_answer_key: the answers' column in test, where it has another name there.
     accept_key: the column with a regular expression that every right answer matches, for questions with several.
     """
 
@@ -42,6 +43,7 @@ class Data:
     test: str
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    test_answer_key: str | None = None
     accept_key: str | None = None
     group_key: str | None = None
     chat_template: bool = True

@@ -103,8 +103,9 @@ class Run:
     def examples(self, tokenizer: Any, which: str, limit: int | None) -> list[data.Example]:
         """Questions of data.prompts or data.test."""
         d = self.recipe.data
+        answer_key = (d.test_answer_key if which == "test" else None) or d.answer_key
         return data.read_examples(
-            self.recipe.path(getattr(d, which)), tokenizer, prompt_key=d.prompt_key, answer_key=d.answer_key, accept_key=d.accept_key,
+            self.recipe.path(getattr(d, which)), tokenizer, prompt_key=d.prompt_key, answer_key=answer_key, accept_key=d.accept_key,
             group_key=d.group_key,
             chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, max_new_tokens=self.recipe.decode.max_new_tokens,
             limit=limit, what=f"data.{which}",
@@ -141,7 +142,7 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         r = self.recipe
-        if everything and r.config is not None:
+        if r.config is not None and (everything or self.here() is not None):
             found, there = families.read_config(r.model_path()), read_json(r.path(r.config))
             agree(self._stock(found), self._stock(there), str(r.model), str(r.path(r.config)))
         config, source = self.model_config()
@@ -220,7 +221,7 @@ def request_of(run: Run, stage: str) -> dict[str, Any]:
 def _request(run: Run, stage: str) -> dict[str, Any]:
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
-    data_keys = {k: v for k, v in r.section("data")["data"].items() if k != "test"}
+    data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key")}
     decode = {k: v for k, v in r.section("decode")["decode"].items() if k != "confidence_threshold"}
     made = {**base, "data": data_keys, **r.section("collect"), "decode": decode, "prompts": _file_hash(r.path(r.data.prompts))}
     if stage == "collect":
@@ -230,7 +231,7 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": _file_hash(r.path(r.data.test))}
-    measured |= {"device": r.device, "attention": r.attention}
+    measured |= {"device": r.device, "attention": r.attention, "test_answer_key": r.data.test_answer_key}
     return measured if stage == "evaluate" else {**measured, **r.section("export")}
 
 
