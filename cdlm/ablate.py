@@ -37,6 +37,7 @@ def check(base: Run) -> None:
 def run(base: Run) -> str:
     """Train and measure every variant that is not there yet; the table, as markdown, also in <out>/ablation/ablation.md."""
     check(base)
+    base.check_inputs()
     base.out.mkdir(parents=True, exist_ok=True)
     if not stages.is_done(base, "collect"):
         stages.collect(base)

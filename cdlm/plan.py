@@ -90,8 +90,8 @@ class Plan:
     def head(self) -> list[str]:
         """Recipe, model, decoding, and what was not on this machine."""
         r, run = self.run.recipe, self.run
-        family = families.find(run.model_config()[0], r.family).NAME if r.scratch is None else "scratch"
-        kind = self.config.model_type if family in ("native", "scratch") else f"{family} as {self.config.model_type}"
+        native = self.inputs.family in ("native", "scratch")
+        kind = self.config.model_type if native else f"{self.inputs.family} as {self.config.model_type}"
         budget, block = r.decode.max_new_tokens, r.decode.block_length
         lines = [
             f"recipe      {r.name} -> {run.out}",

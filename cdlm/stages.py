@@ -54,9 +54,11 @@ def agree(found: Any, there: Any, model: str, copy: str) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run starts from: the model without weights, where its config was read, and the questions (None: not on this machine)."""
+    """What a run starts from: the model without weights, its family (or "scratch"), where its config was read, and the questions
+    (None: not on this machine)."""
 
     model: Any
+    family: str
     source: Path | str
     prompts: list[data.Example] | None
     tests: list[data.Example] | None
@@ -121,15 +123,16 @@ class Run:
             return place
         from huggingface_hub import try_to_load_from_cache
 
-        file = try_to_load_from_cache(place, "config.json") if place.count("/") == 1 else None
-        return Path(file).parent if isinstance(file, str) else None
+        if place.count("/") != 1:
+            return None
+        files = [try_to_load_from_cache(place, name) for name in ("config.json", "tokenizer_config.json")]
+        return Path(files[0]).parent if all(isinstance(file, str) for file in files) else None
 
-    def model_config(self) -> tuple[dict[str, Any], Path | str]:
-        """The model's config.json, and where it was read: from the model if it is on this machine, else the recipe's copy, else the Hub."""
+    def _model_config(self, place: Path | str | None) -> tuple[dict[str, Any], Path | str]:
+        """The model's config.json, and where it was read: at `place`, else from the recipe's copy, else from the Hub."""
         r = self.recipe
         if r.scratch is not None:
             return read_json(r.path(r.scratch.config)), r.path(r.scratch.config)
-        place = self.here()
         if place is None and r.config is not None:
             return read_json(r.path(r.config)), r.path(r.config)
         return families.read_config(place or r.model_path()), place or r.model_path()
@@ -142,10 +145,10 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         r = self.recipe
-        if r.config is not None and (everything or self.here() is not None):
-            found, there = families.read_config(r.model_path()), read_json(r.path(r.config))
-            agree(self._stock(found), self._stock(there), str(r.model), str(r.path(r.config)))
-        config, source = self.model_config()
+        place = r.model_path() if everything and r.scratch is None else self.here()
+        config, source = self._model_config(place)
+        if r.config is not None and place is not None:
+            agree(self._stock(config), self._stock(read_json(r.path(r.config))), str(r.model), str(r.path(r.config)))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self._stock(config))
         longest = r.data.max_prompt_tokens + r.decode.max_new_tokens
@@ -160,13 +163,14 @@ class Run:
 
             match_targets(model, r.train.lora.targets)
         prompts = tests = None
-        if everything or self.here() is not None:
-            tokenizer = self._checked_tokenizer(config)
+        if place is not None:
+            tokenizer = self._checked_tokenizer(config, place)
             if everything or not r.data.prompts.startswith(HUB):
                 prompts = self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
             if everything or not r.data.test.startswith(HUB):
                 tests = self.examples(tokenizer, "test", r.evaluate.num_prompts)
-        return Inputs(model, source, prompts, tests)
+        family = families.find(config, r.family).NAME if r.scratch is None else "scratch"
+        return Inputs(model, family, source, prompts, tests)
 
     def _stock(self, config: dict[str, Any]) -> Any:
         """The stock transformers config of a config.json, be it a family's own or a stock one."""
@@ -184,10 +188,10 @@ class Run:
             raise ValueError("config.json has no model_type, which names the stock class")
         return AutoConfig.for_model(**values)
 
-    def _checked_tokenizer(self, config: dict[str, Any]) -> Any:
+    def _checked_tokenizer(self, config: dict[str, Any], place: Path | str) -> Any:
         r = self.recipe
         if r.scratch is None:
-            return self.tokenizer(families.find(config, r.family).facts(config))
+            return families.load_tokenizer(place, families.find(config, r.family).facts(config))
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)

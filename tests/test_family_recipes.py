@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 
 import mini
 import pytest
@@ -122,6 +123,43 @@ def test_a_run_takes_a_model_whose_config_differs_in_no_size(folder, capsys):
 
 def test_the_answers_column_of_the_test_questions_may_have_another_name(folder):
     rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
-    (folder / "test.jsonl").write_text("".join(json.dumps({"task": r["task"], "prompt": r["prompt"], "said": r["answer"]}) + "\n" for r in rows))
+    lines = [{"task": row["task"], "prompt": row["prompt"], "said": row["answer"]} for row in rows]
+    (folder / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert cli.main(["distill", "mini.yaml", "--dry-run"]) == 2
     assert cli.main(["distill", "mini.yaml", "--dry-run", "--set", "data.test_answer_key=said"]) == 0
+
+
+def cached(cache, model: str, files) -> None:
+    """A repository as the Hub's cache keeps it."""
+    place = cache / f"models--{model.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    (place / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    for file in files:
+        shutil.copyfile(file, place / "snapshots" / ("0" * 40) / file.name)
+
+
+def test_a_dry_run_reads_a_model_of_the_hubs_cache_and_asks_nobody(folder, capsys, monkeypatch):
+    import huggingface_hub
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a dry run opened a socket")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    arguments = ["distill", "mini.yaml", "--dry-run", "--set", "model=someone/teacher", "--set", "config=teacher/config.json"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "not here    the model; its sizes are those of teacher/config.json" in printed
+    assert "not here    the tokenizer for data.prompts, train.jsonl: 6 questions, as the recipe says" in printed
+    cached(folder / "cache", "someone/teacher", [f for f in (folder / "teacher").iterdir() if f.suffix != ".safetensors"])
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "not here" not in printed and "model       someone/teacher: llada as llama" in printed
+
+
+def test_the_ablation_checks_its_inputs_before_any_work(folder, capsys):
+    assert cli.main(["ablate", "mini.yaml", "--out", "out", "--set", "decode.max_new_tokens=240"]) == 2
+    assert "are 264 positions; the model has 256" in capsys.readouterr().err
+    assert not (folder / "out").exists()

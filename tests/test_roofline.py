@@ -162,7 +162,7 @@ def test_durations_have_a_unit_that_leaves_digits(seconds, text):
 
 
 def test_a_small_model_is_not_printed_as_zero(capsys):
-    """The small world's teacher: 867,328 weights in matrices, in 16 bits 1.7 MB, less than a microsecond a forward."""
+    """The small world's teacher: 866,816 weights in matrices, in 16 bits 1.7 MB, less than a microsecond a forward."""
     assert cli.main(["roofline", str(TINY / "teacher"), "--hardware", "H100", "--mode", "ar,block", "--generate", "64", "--operators"]) == 0
     printed = capsys.readouterr().out
     assert "867 k parameters" in printed and "1.73 MB" in printed and "862 ns" in printed
