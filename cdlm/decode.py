@@ -9,7 +9,8 @@ finished block, into the cache. With the cache both are one forward: the finishe
 takes the first step in the next block (2B query tokens under the block-causal mask), the prompt by the very first one.
 So `forwards` is not steps + commits; all three are counted per row and reported apart.
 
-Shapes: B rows, A rows still decoding, P prompt tokens, N new tokens, S slots of the active block, V vocabulary, D width.
+Shapes: B rows, A rows still decoding, P prompt tokens, N new tokens, M filled slots, G tokens of all blocks, S slots of the active block,
+V vocabulary, D width.
 """
 
 from collections.abc import Callable
@@ -22,20 +23,31 @@ from torch import Tensor
 from cdlm import unmask
 from cdlm.families.base import DiffusionLM
 
+ORDERS = ("confidence", "entropy", "margin", "sequential")
+SCHEDULES = ("even", "timesteps")
+WAYS = ("confidence_threshold", "tokens_per_step", "steps", "steps_per_block")
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How to decode. Exactly one of confidence_threshold, tokens_per_step and steps says how slots are revealed.
+    """How to decode. One of confidence_threshold, tokens_per_step, steps and steps_per_block says how many slots a step reveals.
 
     max_new_tokens: the budget; honoured exactly, also when it is no multiple of block_length.
     confidence_threshold: reveal every slot with confidence above it, and always the best one (a probability).
     tokens_per_step: reveal that many a step.
     steps: spend that many steps on the whole budget, spread evenly over its blocks (at least one a block).
+    steps_per_block: spend that many steps on each block. With confidence_threshold it is the least that a step reveals.
+    order: which slots come first: those with the largest probability ("confidence"), the smallest entropy ("entropy"), the largest
+        lead of the best token over the second ("margin"), or from left to right ("sequential").
+    schedule: how `steps` are spread within a block: "even", or "timesteps", see `unmask.timesteps`.
     block_causal: the student's mask; False is the full bidirectional attention of the teacher.
     use_cache: exact block cache; needs block_causal.
     stop_at_eos: a row stops after the block that holds its first end-of-sequence token. False decodes the whole budget.
+    stop_length: a row stops only where a block of this length ends, a multiple of block_length (default: block_length).
     temperature: 0 takes the most probable token; above 0 samples from softmax(logits / temperature). The confidence is
         the probability of the chosen token under softmax(logits) either way.
+    top_k, top_p: only the k most probable tokens, or the fewest whose probabilities add up to p, can be chosen; probabilities (and
+        with them confidences, also of greedy decoding) are over those.
     """
 
     max_new_tokens: int
@@ -43,37 +55,59 @@ class DecodeConfig:
     confidence_threshold: float | None = None
     tokens_per_step: int | None = None
     steps: int | None = None
+    steps_per_block: int | None = None
+    order: str = "confidence"
+    schedule: str = "even"
     block_causal: bool = True
     use_cache: bool = True
     stop_at_eos: bool = True
+    stop_length: int | None = None
     temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "block_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        given = [n for n in ("confidence_threshold", "tokens_per_step", "steps") if getattr(self, n) is not None]
-        if len(given) != 1:
+        given = [n for n in WAYS if getattr(self, n) is not None]
+        if len(given) != 1 and given != ["confidence_threshold", "steps_per_block"]:
             raise ValueError(
-                "exactly one of confidence_threshold, tokens_per_step and steps decides what a step reveals; "
-                f"given: {', '.join(given) or 'none'}"
+                "exactly one of confidence_threshold, tokens_per_step, steps and steps_per_block decides what a step reveals (the first "
+                f"and the last may go together); given: {', '.join(given) or 'none'}"
             )
+        for name, value, allowed in (("order", self.order, ORDERS), ("schedule", self.schedule, SCHEDULES)):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+        if self.confidence_threshold is not None and self.order != "confidence":
+            raise ValueError(f"confidence_threshold is a probability; order {self.order!r} gives none, it needs order 'confidence'")
+        if self.schedule == "timesteps" and self.steps is None:
+            raise ValueError("schedule 'timesteps' spreads steps; give steps")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above, and finite")
+        if self.stop_length is not None and (self.stop_length < 1 or self.stop_length % self.block_length):
+            raise ValueError(f"stop_length is {self.stop_length}; it must be a multiple of block_length, {self.block_length}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; at least 1 token must be left to choose from")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it is a probability above 0 and at most 1")
         if self.use_cache and not self.block_causal:
             raise ValueError("use_cache needs block_causal: under full attention a cached key changes with every token revealed")
-        self.rule(0)
+        self.rule(0, self.block_length)
 
     @property
     def blocks(self) -> int:
+        """Blocks of a budget that starts where a block does."""
         return -(-self.max_new_tokens // self.block_length)
 
-    def slots(self, block: int) -> tuple[int, int]:
-        """First slot of a block and one past its last; the last block may be shorter."""
-        return block * self.block_length, min((block + 1) * self.block_length, self.max_new_tokens)
-
-    def rule(self, block: int) -> unmask.Rule:
-        """What a step in this block reveals."""
+    def rule(self, block: int, count: int) -> unmask.Rule:
+        """What a step reveals in this block, of `count` slots."""
+        if self.steps_per_block is not None:
+            even = unmask.spread(count, self.steps_per_block)
+            if self.confidence_threshold is None:
+                return even
+            above = unmask.threshold(self.confidence_threshold)
+            return lambda score_BL, open_BL, step: even(score_BL, open_BL, step) | above(score_BL, open_BL, step)
         if self.confidence_threshold is not None:
             return unmask.threshold(self.confidence_threshold)
         if self.tokens_per_step is not None:
@@ -82,21 +116,22 @@ class DecodeConfig:
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; it must be at least 1")
         share, rest = divmod(self.steps, self.blocks)
-        first, end = self.slots(block)
-        return unmask.spread(end - first, max(1, share + (block < rest)))
+        steps = max(1, share + (block < rest))
+        return unmask.timesteps(steps) if self.schedule == "timesteps" else unmask.spread(count, steps)
 
 
 @dataclass(frozen=True)
 class Step:
     """What a callback sees after every step. Rows are those that had an open slot.
 
+    first_slot_A: the answer slot at which the block begins; below 0 where the tail of a prompt shares the block.
     hidden_ASD: aligned final-norm rows that produced the logits. reveal_AS: the slots revealed by this step.
     token_AS, confidence_AS: chosen token and its probability, for every slot. ids_AS: the block after the step.
     """
 
     block: int
     step: int
-    first_slot: int
+    first_slot_A: Tensor
     row_A: Tensor
     hidden_ASD: Tensor
     token_AS: Tensor
@@ -113,14 +148,15 @@ class Decoded:
     """Answers of a batch, with what they cost, per row.
 
     ids_BN: new tokens; what follows a row's first end-of-sequence token is padding.
-    filled_BN: every slot as it was filled, also those behind the end token; the mask token where decoding had stopped.
+    filled_BM: every slot as it was filled, also those behind the end token; the mask token where decoding had stopped. M is N, or
+        N + block_length - 1 where blocks start at position 0: the last block is filled whole there, and cut to the budget.
     output_tokens: tokens up to and with the first end-of-sequence token.
     decoded_tokens: slots that were filled, those behind the end-of-sequence token included.
     stop: "eos" or "length".
     """
 
     ids_BN: Tensor
-    filled_BN: Tensor
+    filled_BM: Tensor
     steps: list[int]
     commit_forwards: list[int]
     forwards: list[int]
@@ -139,26 +175,67 @@ class Decoded:
         return [tokens / forwards for tokens, forwards in zip(self.output_tokens, self.forwards, strict=True)]
 
 
+def slots(block_origin: str, max_new_tokens: int, block_length: int) -> int:
+    """M: most answer slots that a decoding fills (see `Decoded.filled_BM`)."""
+    return max_new_tokens if block_origin == "prompt_end" else max_new_tokens + block_length - 1
+
+
+@dataclass
+class _Canvas:
+    """Prompts and answers of a batch, cut where blocks begin.
+
+    prefix_BP, prefix_valid_BP: the tokens before the first block, padded on the left. ids_BG: the blocks. tail_B: tokens of the prompt
+    that stand at the head of the first block (0 where blocks start at the prompt's end). end_B: how far a row's blocks go.
+    """
+
+    prefix_BP: Tensor
+    prefix_valid_BP: Tensor
+    ids_BG: Tensor
+    tail_B: Tensor
+    end_B: Tensor
+
+    @staticmethod
+    def of(prompt_BP: Tensor, valid_BP: Tensor, config: DecodeConfig, origin: str, mask_token_id: int) -> "_Canvas":
+        batch, width, budget, block = *prompt_BP.shape, config.max_new_tokens, config.block_length
+        if origin == "prompt_end":
+            ids_BG = prompt_BP.new_full((batch, budget), mask_token_id)
+            nothing = torch.zeros(batch, dtype=torch.long, device=prompt_BP.device)
+            return _Canvas(prompt_BP, valid_BP, ids_BG, nothing, nothing + budget)
+        length_B = valid_BP.sum(dim=1)
+        tail_B = length_B % block
+        end_B = (tail_B + budget + block - 1) // block * block
+        ids_BG = prompt_BP.new_full((batch, int(end_B.max())), mask_token_id)
+        keep = int((length_B - tail_B).max())
+        prefix_BP, prefix_valid_BP = torch.zeros_like(prompt_BP[:, :keep]), torch.zeros_like(valid_BP[:, :keep])
+        for row, (tail, length) in enumerate(zip(tail_B.tolist(), length_B.tolist(), strict=True)):
+            head = length - tail
+            ids_BG[row, :tail] = prompt_BP[row, width - tail :]
+            prefix_BP[row, keep - head :] = prompt_BP[row, width - length : width - tail]
+            prefix_valid_BP[row, keep - head :] = True
+        return _Canvas(prefix_BP, prefix_valid_BP, ids_BG, tail_B, end_B)
+
+
 class _Rows(Protocol):
     """Where the hidden rows of the active block come from."""
 
     def start(self, block_AS: Tensor, first: int, rows: Tensor) -> bool: ...
     def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor: ...
+    def finish(self, block_AS: Tensor, rows: Tensor) -> None: ...
 
 
 class _WholeSequence:
     """Every step is a forward over prompt and whole budget, later blocks still masked. No cache."""
 
-    def __init__(self, model: DiffusionLM, prompt_BP: Tensor, valid_BP: Tensor, config: DecodeConfig):
-        self.model, self.config, self.prompt = model, config, prompt_BP.shape[1]
-        budget = (prompt_BP.shape[0], config.max_new_tokens)
-        self.ids = torch.cat([prompt_BP, prompt_BP.new_full(budget, model.facts.mask_token_id)], dim=1)
-        self.valid = torch.cat([valid_BP, valid_BP.new_ones(budget)], dim=1)
-        self.prompt_length = valid_BP.sum(dim=1)
+    def __init__(self, model: DiffusionLM, canvas: _Canvas, prompt_length_B: Tensor, config: DecodeConfig):
+        self.model, self.config, self.prefix = model, config, canvas.prefix_BP.shape[1]
+        inside = torch.arange(canvas.ids_BG.shape[1], device=canvas.ids_BG.device) < canvas.end_B[:, None]
+        self.ids = torch.cat([canvas.prefix_BP, canvas.ids_BG], dim=1)
+        self.valid = torch.cat([canvas.prefix_valid_BP, inside], dim=1)
+        self.prompt_length = prompt_length_B
         self.first = 0
 
     def start(self, block_AS: Tensor, first: int, rows: Tensor) -> bool:
-        self.first = self.prompt + first
+        self.first = self.prefix + first
         return False
 
     def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor:
@@ -177,15 +254,17 @@ class _WholeSequence:
 class _CachedBlocks:
     """Every step is a forward over the active block against the cache; the first of a block also commits what precedes it."""
 
-    def __init__(self, model: DiffusionLM, prompt_BP: Tensor, valid_BP: Tensor, config: DecodeConfig):
+    def __init__(self, model: DiffusionLM, canvas: _Canvas, prompt_length_B: Tensor, config: DecodeConfig):
         self.model, self.config = model, config
-        self.cache = model.new_cache(valid_BP, config.max_new_tokens)
-        self.cached_rows = torch.arange(prompt_BP.shape[0], device=prompt_BP.device)
-        self.pending: tuple[Tensor, Tensor] | None = (prompt_BP, valid_BP)
+        self.cache = model.new_cache(prompt_length_B, canvas.prefix_BP.shape[1] + canvas.ids_BG.shape[1])
+        self.cached_rows = torch.arange(prompt_length_B.shape[0], device=prompt_length_B.device)
+        self.pending: tuple[Tensor, Tensor] | None = None
+        if canvas.prefix_BP.shape[1]:
+            self.pending = canvas.prefix_BP, canvas.prefix_valid_BP
 
     def start(self, block_AS: Tensor, first: int, rows: Tensor) -> bool:
         self._keep(rows)
-        return True
+        return self.pending is not None
 
     def _keep(self, rows: Tensor) -> None:
         """Forget the rows that stopped in an earlier block."""
@@ -206,28 +285,58 @@ class _CachedBlocks:
         self.pending = (block_AS, torch.ones_like(block_AS, dtype=torch.bool))
 
 
+def without(logits_ASV: Tensor, token_id: int) -> Tensor:
+    """The logits in fp32 with one token's at -inf: it has probability 0."""
+    return logits_ASV.float().index_fill(-1, torch.tensor([token_id], device=logits_ASV.device), -torch.inf)
+
+
+def likely(logits_ASV: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """The logits, -inf where a token is not among the top_k most probable or not among the fewest that add up to top_p."""
+    if top_k is not None and top_k < logits_ASV.shape[-1]:
+        least = logits_ASV.topk(top_k, dim=-1).values[..., -1:]
+        logits_ASV = logits_ASV.masked_fill(logits_ASV < least, -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, place = logits_ASV.sort(dim=-1, descending=True)
+        probability = ordered.softmax(dim=-1)
+        beyond = probability.cumsum(dim=-1) - probability >= top_p  # what comes before already adds up to top_p
+        logits_ASV = logits_ASV.masked_fill(torch.zeros_like(beyond).scatter(-1, place, beyond), -torch.inf)
+    return logits_ASV
+
+
 def choose(
     logits_ASV: Tensor, mask_token_id: int, temperature: float, generators: list[torch.Generator | None] | None
-) -> tuple[Tensor, Tensor]:
-    """Token of every slot and its probability under softmax(logits), both [A, S]. The mask token is never chosen.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token of every slot, its probability under softmax(logits), both [A, S], and all probabilities [A, S, V]. The mask token is
+    never chosen.
 
     Probabilities are fp32. Sampling adds Gumbel noise to logits / temperature (Gumbel-max), drawn in fp64 from each row's
     own generator, so a row's sample depends neither on its batch nor on the device. A row without one draws nothing.
     """
-    logits_ASV = logits_ASV.float()
-    logits_ASV[..., mask_token_id] = -torch.inf
-    probability_ASV = logits_ASV.softmax(dim=-1)
+    probability_ASV = logits_ASV.float().softmax(dim=-1)
+    logits_ASV = without(logits_ASV, mask_token_id)
     if temperature == 0:
-        best = probability_ASV.max(dim=-1)
-        return best.indices, best.values
-    assert generators is not None
-    noise = torch.full(logits_ASV.shape, 0.5, dtype=torch.float64)
-    for row, generator in enumerate(generators):
-        if generator is not None:
-            noise[row] = torch.rand(logits_ASV.shape[1:], generator=generator, dtype=torch.float64)
-    gumbel = -torch.log(-torch.log(noise.clamp(min=1e-300))).to(logits_ASV.device)
-    token_AS = (logits_ASV.double() / temperature + gumbel).argmax(dim=-1)
-    return token_AS, probability_ASV.gather(-1, token_AS[..., None])[..., 0]
+        token_AS = logits_ASV.argmax(dim=-1)
+    else:
+        assert generators is not None
+        noise = torch.full(logits_ASV.shape, 0.5, dtype=torch.float64)
+        for row, generator in enumerate(generators):
+            if generator is not None:
+                noise[row] = torch.rand(logits_ASV.shape[1:], generator=generator, dtype=torch.float64)
+        gumbel = -torch.log(-torch.log(noise.clamp(min=1e-300))).to(logits_ASV.device)
+        token_AS = (logits_ASV.double() / temperature + gumbel).argmax(dim=-1)
+    return token_AS, probability_ASV.gather(-1, token_AS[..., None])[..., 0], probability_ASV
+
+
+def score(order: str, confidence_AS: Tensor, probability_ASV: Tensor) -> Tensor:
+    """What decides which slots are revealed first, [A, S]; the larger the earlier. See `DecodeConfig.order`."""
+    if order == "confidence":
+        return confidence_AS
+    if order == "entropy":
+        return -torch.special.entr(probability_ASV).sum(dim=-1)
+    if order == "margin":
+        best = probability_ASV.topk(2, dim=-1).values
+        return best[..., 0] - best[..., 1]
+    return -torch.arange(confidence_AS.shape[1], device=confidence_AS.device, dtype=torch.float32).expand_as(confidence_AS)
 
 
 @torch.no_grad()
@@ -239,6 +348,7 @@ def decode(
     *,
     callback: Callback | None = None,
     seeds: list[int] | None = None,
+    rule: unmask.Rule | None = None,
 ) -> Decoded:
     """Answers to a batch of left-padded prompts.
 
@@ -246,11 +356,19 @@ def decode(
         token typed into a prompt stays.
     callback: called with a `Step` after every step.
     seeds: one a row, needed when temperature > 0.
+    rule: a reveal rule in place of the config's. It may also name answer slots of the block that are filled already: they are written
+        again. It gets the scores of `config.order`.
     Raises FloatingPointError, with block and step, when a logit is not finite.
+
+    Where a family's blocks start at position 0, the tail of a prompt stands at the head of the first block; it is seen by that block
+    and never written. The last block is filled whole, as such families were trained, and the answer is cut to the budget.
     """
     facts = model.facts
-    if facts.block_origin != "prompt_end":
-        raise ValueError(f"decoding supports blocks that start at the prompt's end; this checkpoint's start at {facts.block_origin}")
+    if config.use_cache and facts.block_origin == "zero" and facts.prompt_attention == "bidirectional":
+        raise ValueError(
+            "use_cache: with a bidirectional prompt and blocks from position 0 the keys of the prompt change with the first block; "
+            "decode with use_cache=False"
+        )
     if config.temperature > 0 and (seeds is None or len(seeds) != prompt_BP.shape[0]):
         raise ValueError(f"temperature {config.temperature} samples: give one seed for each of the {prompt_BP.shape[0]} rows")
     if prompt_BP.shape != valid_BP.shape or prompt_BP.shape[1] == 0 or not bool(valid_BP[:, -1].all()):
@@ -259,24 +377,28 @@ def decode(
             "hold at least one token a row, and be padded on the left"
         )
     batch, device = prompt_BP.shape[0], prompt_BP.device
-    ids_BN = torch.full((batch, config.max_new_tokens), facts.mask_token_id, dtype=torch.long, device=device)
+    canvas = _Canvas.of(prompt_BP, valid_BP, config, facts.block_origin, facts.mask_token_id)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds] if seeds is not None else None
     eos = torch.tensor(facts.eos_token_ids, device=device)
-    steps, commits, decoded = [0] * batch, [0] * batch, [0] * batch
-    source = (_CachedBlocks if config.use_cache else _WholeSequence)(model, prompt_BP, valid_BP, config)
-    row_A = torch.arange(batch, device=device)
+    steps, commits, decoded, tails = [0] * batch, [0] * batch, [0] * batch, canvas.tail_B.tolist()
+    source: _Rows = (_CachedBlocks if config.use_cache else _WholeSequence)(model, canvas, valid_BP.sum(dim=1), config)
+    row_A, length = torch.arange(batch, device=device), canvas.ids_BG.shape[1]
+    ended_B = torch.zeros(batch, dtype=torch.bool, device=device)
+    # Where a row's blocks begin, counted from where blocks of stop_length do.
+    start_B = valid_BP.sum(dim=1) - canvas.tail_B if facts.block_origin == "zero" else torch.zeros_like(canvas.tail_B)
 
-    for block in range(config.blocks):
-        first, end = config.slots(block)
-        rule = config.rule(block)
-        block_AS = ids_BN[row_A, first:end]
-        open_AS = torch.ones_like(block_AS, dtype=torch.bool)
+    for block, first in enumerate(range(0, length, config.block_length)):
+        end = min(first + config.block_length, length)
+        reveal = rule if rule is not None else config.rule(block, end - first)
+        block_AS = canvas.ids_BG[row_A, first:end]
+        open_AS = torch.arange(first, end, device=device) >= canvas.tail_B[row_A, None]
+        answer_AS = open_AS.clone()
         commits_now = source.start(block_AS, first, row_A)
         rows = row_A.tolist()
         still = list(range(len(rows)))  # places in row_A of the rows that have an open slot
         for row in rows:
             commits[row] += commits_now
-            decoded[row] = end
+            decoded[row] = end - tails[row]
         step = 0
         while still:
             # The cache holds all rows of the block, so finished ones go along; without it only open rows are computed.
@@ -287,8 +409,10 @@ def decode(
             if generators is not None:
                 computed = range(len(rows)) if isinstance(place, slice) else still
                 drawing = [generators[rows[i]] if i in still else None for i in computed]
-            token_AS, confidence_AS = choose(logits_ASV, facts.mask_token_id, config.temperature, drawing)
-            reveal_AS = rule(confidence_AS, open_AS[place], step)
+            if config.top_k is not None or config.top_p is not None:
+                logits_ASV = likely(without(logits_ASV, facts.mask_token_id), config.top_k, config.top_p)
+            token_AS, confidence_AS, probability_ASV = choose(logits_ASV, facts.mask_token_id, config.temperature, drawing)
+            reveal_AS = reveal(score(config.order, confidence_AS, probability_ASV), open_AS[place], step) & answer_AS[place]
             block_AS[place] = torch.where(reveal_AS, token_AS, block_AS[place])
             open_AS[place] &= ~reveal_AS
             for i in still:
@@ -297,7 +421,7 @@ def decode(
                 seen = slice(None) if len(still) == hidden_ASD.shape[0] else torch.tensor(still, device=device)
                 where = place if len(still) == len(rows) else torch.tensor(still, device=device)
                 callback(Step(
-                    block, step, first, row_A[where], hidden_ASD[seen], token_AS[seen], confidence_AS[seen],
+                    block, step, first - canvas.tail_B[row_A[where]], row_A[where], hidden_ASD[seen], token_AS[seen], confidence_AS[seen],
                     reveal_AS[seen], block_AS[where],
                 ))
             # The one wait for the device in a step: is a slot open, and were all probabilities finite?
@@ -307,34 +431,40 @@ def decode(
             still = [i for i, is_open in enumerate(state[0]) if is_open]
             step += 1
         source.finish(block_AS, row_A)
-        ids_BN[row_A, first:end] = block_AS
+        canvas.ids_BG[row_A, first:end] = block_AS
+        going_A = canvas.end_B[row_A] > end
         if config.stop_at_eos:
-            row_A = row_A[~torch.isin(block_AS, eos).any(dim=1)]
-            if row_A.shape[0] == 0:
-                break
+            ended_B[row_A] |= (torch.isin(block_AS, eos) & answer_AS).any(dim=1)
+            going_A &= ~(ended_B[row_A] & ((start_B[row_A] + end) % (config.stop_length or config.block_length) == 0))
+        row_A = row_A[going_A]
+        if row_A.shape[0] == 0:
+            break
 
-    return _trim(ids_BN, steps, commits, decoded, facts.eos_token_ids, facts.pad_token_id, facts.mask_token_id, config)
+    filled_BM = prompt_BP.new_full((batch, slots(facts.block_origin, config.max_new_tokens, config.block_length)), facts.mask_token_id)
+    for row, tail in enumerate(tails):
+        filled_BM[row, : decoded[row]] = canvas.ids_BG[row, tail : tail + decoded[row]]
+    return _trim(filled_BM, steps, commits, decoded, facts.eos_token_ids, facts.pad_token_id, facts.mask_token_id, config.max_new_tokens)
 
 
 def _trim(
-    ids_BN: Tensor, steps: list[int], commits: list[int], decoded: list[int],
-    eos_token_ids: tuple[int, ...], pad_token_id: int, mask_token_id: int, config: DecodeConfig,
+    filled_BM: Tensor, steps: list[int], commits: list[int], decoded: list[int],
+    eos_token_ids: tuple[int, ...], pad_token_id: int, mask_token_id: int, budget: int,
 ) -> Decoded:
-    """Drop what follows each row's first end-of-sequence token, and check that no mask token is left."""
-    output_tokens, stop, filled_BN = [], [], ids_BN.clone()
+    """Cut to the budget, drop what follows each row's first end-of-sequence token, and check that no mask token is left."""
+    output_tokens, stop, ids_BN = [], [], filled_BM[:, :budget].clone()
     for row, ids in enumerate(ids_BN.tolist()):
-        ends = [i for i, token in enumerate(ids[: decoded[row]]) if token in eos_token_ids]
-        output_tokens.append(ends[0] + 1 if ends else decoded[row])
+        within = min(decoded[row], budget)
+        ends = [i for i, token in enumerate(ids[:within]) if token in eos_token_ids]
+        output_tokens.append(ends[0] + 1 if ends else within)
         stop.append("eos" if ends else "length")
         ids_BN[row, output_tokens[-1] :] = pad_token_id
         if mask_token_id in ids[: output_tokens[-1]]:
             raise RuntimeError(f"row {row} still holds a mask token after decoding; this is a bug in the decoder")
-    return Decoded(ids_BN, filled_BN, steps, commits, list(steps), output_tokens, decoded, stop)
+    return Decoded(ids_BN, filled_BM, steps, commits, list(steps), output_tokens, decoded, stop)
 
 
 def changed(config: DecodeConfig, **changes) -> DecodeConfig:
-    """The same decoding with some values changed; setting one way of revealing clears the other two."""
-    ways = ("confidence_threshold", "tokens_per_step", "steps")
-    if any(way in changes for way in ways):
-        changes = {**dict.fromkeys(ways), **changes}
+    """The same decoding with some values changed; setting one way of revealing clears the others."""
+    if any(way in changes for way in WAYS):
+        changes = {**dict.fromkeys(WAYS), **changes}
     return replace(config, **changes)

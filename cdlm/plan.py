@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from cdlm import ablate, data, families, roofline
+from cdlm.decode import slots
 from cdlm.recipe import Recipe
 from cdlm.stages import HUB, STAGES, Run, is_done
-from cdlm.trajectories import hidden_bytes
+from cdlm.trajectories import hidden_bytes, teacher_decoding
 
 # Share of the bound that a run reaches: kernels reach 75 to 90 % of it, and between them an eager loop waits for launches, for the host
 # that chooses tokens, for the optimiser and for data. An assumption, not a fit; LOG.md says how far it is from published hours.
@@ -34,12 +35,16 @@ class Questions:
 
 @dataclass(frozen=True)
 class Work:
-    """`forwards` forwards of `rows` rows, in a mode of the roofline; `passes` as much work each (a backward is one or two more)."""
+    """`forwards` forwards of `rows` rows, in a mode of the roofline; `passes` as much work each (a backward is one or two more).
+
+    block: length of its blocks where it is not the recipe's.
+    """
 
     forwards: float
     rows: int = 1
     mode: str = "dlm"
     passes: float = 1.0
+    block: int | None = None
 
 
 def machine_flops(width: int) -> float:
@@ -68,13 +73,19 @@ class Plan:
         self.shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source)) if self.card else None
         self.speed = machine_flops(self.config.hidden_size) * EFFICIENCY if self.card is None and r.device == "cpu" else None
         self.total = 0.0
+        # The slots that a teacher fills, and how: as a block diffusion model with a cache if it is one, else over the whole sequence.
+        facts, self.slots, self.teacher = self.inputs.facts, r.decode.max_new_tokens, ("dlm", r.decode.block_length)
+        if facts is not None:
+            self.slots = slots(facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
+            own = teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
+            self.teacher = ("block" if own.block_causal else "dlm", own.block_length)
 
     def seconds(self, work: Sequence[Work], prompt_tokens: float) -> float | None:
         """Rough time of some forwards; None without a card to take it from."""
         d = self.run.recipe.decode
-        shape = {"block": d.block_length, "context": max(1, round(prompt_tokens)), "generate": d.max_new_tokens}
         out = 0.0
         for w in work:
+            shape = {"block": w.block or d.block_length, "context": max(1, round(prompt_tokens)), "generate": d.max_new_tokens}
             if self.card is not None:
                 assert self.shape is not None
                 size = families.DTYPES[self.run.recipe.dtype].itemsize
@@ -134,17 +145,18 @@ class Plan:
         return f"in all      no time: device is {self.run.recipe.device}; name a card with --hardware, one of {cards}"
 
     def _collect(self, run: Run) -> tuple[str, list[Work], float]:
-        r, c = run.recipe, run.recipe.collect
+        c = run.recipe.collect
         assert c is not None
         temperatures, prompts = len(c.temperatures), self.prompts
         rows = prompts.count * temperatures
-        slots = prompts.slots if c.stop_at_eos else r.decode.max_new_tokens
-        size = hidden_bytes(rows, r.decode.max_new_tokens, self.config.hidden_size)
+        filled = min(prompts.slots, self.slots) if c.stop_at_eos and self.inputs.prompts is not None else self.slots
+        size = hidden_bytes(rows, self.slots, self.config.hidden_size)
         words = (
-            f"{rows} trajectories ({prompts.count} prompts x {temperatures} temperatures), about {slots:.0f} forwards each, "
+            f"{rows} trajectories ({prompts.count} prompts x {temperatures} temperatures), about {filled:.0f} forwards each, "
             f"{size / 2**30:.3f} GiB ({size:,} bytes) of hidden rows"
         )
-        return words, [Work(slots * rows / c.batch_size, c.batch_size)], prompts.prompt_tokens
+        mode, block = self.teacher
+        return words, [Work(filled * rows / c.batch_size, c.batch_size, mode, block=block)], prompts.prompt_tokens
 
     def _train(self, run: Run) -> tuple[str, list[Work], float]:
         r, t = run.recipe, run.recipe.train
@@ -179,8 +191,13 @@ class Plan:
         single = min(e.latency_prompts, tests.count) * e.repeats + min(e.warmup_prompts, tests.count)
         work = []
         for method in e.methods:
-            mode = "block" if method in cached else "dlm"
-            work += [Work(steps[method] * tests.count / e.batch_size, e.batch_size, mode), Work(steps[method] * single, 1, mode)]
+            mode, block = ("block", r.decode.block_length) if method in cached else self.teacher
+            if method == "student_uncached":
+                mode, block = "dlm", r.decode.block_length
+            work += [
+                Work(steps[method] * tests.count / e.batch_size, e.batch_size, mode, block=block),
+                Work(steps[method] * single, 1, mode, block=block),
+            ]
         words = (
             f"{tests.count} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in thresholds)}; "
             f"about {sum(w.forwards * w.rows for w in work):.0f} forwards of a row"

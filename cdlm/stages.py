@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cdlm import data, families, trajectories
-from cdlm.decode import DecodeConfig, changed
+from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 
@@ -54,11 +54,12 @@ def agree(found: Any, there: Any, model: str, copy: str) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run starts from: the model without weights, its family (or "scratch"), where its config was read, and the questions
-    (None: not on this machine)."""
+    """What a run starts from: the model without weights, its family and facts ("scratch" has none yet), where its config was read, and
+    the questions (None: not on this machine)."""
 
     model: Any
     family: str
+    facts: families.Facts | None
     source: Path | str
     prompts: list[data.Example] | None
     tests: list[data.Example] | None
@@ -149,6 +150,7 @@ class Run:
         config, source = self._model_config(place)
         if r.config is not None and place is not None:
             agree(self._stock(config), self._stock(read_json(r.path(r.config))), str(r.model), str(r.path(r.config)))
+        facts = None if r.scratch is not None else families.find(config, r.family).facts(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self._stock(config))
         longest = r.data.max_prompt_tokens + r.decode.max_new_tokens
@@ -158,19 +160,21 @@ class Run:
                 f"data.max_prompt_tokens {r.data.max_prompt_tokens} and decode.max_new_tokens {r.decode.max_new_tokens} are {longest} "
                 f"positions; the model has {room}"
             )
+        if facts is not None:
+            trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
         if r.train.lora is not None:
             from cdlm.trainer import match_targets
 
             match_targets(model, r.train.lora.targets)
         prompts = tests = None
         if place is not None:
-            tokenizer = self._checked_tokenizer(config, place)
+            tokenizer = self._checked_tokenizer(facts, place)
             if everything or not r.data.prompts.startswith(HUB):
                 prompts = self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
             if everything or not r.data.test.startswith(HUB):
                 tests = self.examples(tokenizer, "test", r.evaluate.num_prompts)
         family = families.find(config, r.family).NAME if r.scratch is None else "scratch"
-        return Inputs(model, family, source, prompts, tests)
+        return Inputs(model, family, facts, source, prompts, tests)
 
     def _stock(self, config: dict[str, Any]) -> Any:
         """The stock transformers config of a config.json, be it a family's own or a stock one."""
@@ -188,13 +192,13 @@ class Run:
             raise ValueError("config.json has no model_type, which names the stock class")
         return AutoConfig.for_model(**values)
 
-    def _checked_tokenizer(self, config: dict[str, Any], place: Path | str) -> Any:
-        r = self.recipe
-        if r.scratch is None:
-            return families.load_tokenizer(place, families.find(config, r.family).facts(config))
+    def _checked_tokenizer(self, facts: families.Facts | None, place: Path | str) -> Any:
+        if facts is not None:
+            return families.load_tokenizer(place, facts)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)
+        assert self.recipe.scratch is not None
+        return AutoTokenizer.from_pretrained(self.recipe.path(self.recipe.scratch.tokenizer), trust_remote_code=False)
 
     def decode_config(self) -> DecodeConfig:
         """The student's own decoding."""
@@ -267,7 +271,8 @@ def collect(run: Run) -> None:
     tokenizer = run.tokenizer(model.facts)
     examples = run.examples(tokenizer, "prompts", c.num_prompts)
     count = len(examples) * len(c.temperatures)
-    size = trajectories.hidden_bytes(count, r.decode.max_new_tokens, model.hf.config.hidden_size)
+    width = slots(model.facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
+    size = trajectories.hidden_bytes(count, width, model.hf.config.hidden_size)
     there = sum(file.stat().st_size for file in run.trajectories.glob("shard-*.safetensors"))
     run.say(f"collect: {count} trajectories, {size / 2**20:.1f} MiB of hidden rows, into {run.trajectories}")
     free = shutil.disk_usage(run.out).free
@@ -454,9 +459,8 @@ def evaluate(run: Run) -> None:
         with peft_model.disable_adapter() if peft_model is not None else contextlib.nullcontext():
             yield
 
-    naive = DecodeConfig(
-        max_new_tokens=r.decode.max_new_tokens, block_length=r.decode.block_length, tokens_per_step=1,
-        block_causal=False, use_cache=False, stop_at_eos=e.teacher_stops_at_eos,
+    naive = trajectories.teacher_decoding(
+        teacher.facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=e.teacher_stops_at_eos
     )
     tau = r.decode.confidence_threshold
     thresholds = sorted({*e.thresholds, tau})

@@ -31,11 +31,14 @@ class Trace:
     def __call__(self, step: Step) -> None:
         self.count += 1
         ids, revealed = step.ids_AS[0].tolist(), step.reveal_AS[0].tolist()
-        self.slots[step.first_slot : step.first_slot + len(ids)] = ids
-        end = step.first_slot + len(ids)
+        first = int(step.first_slot_A[0])
+        if first < 0:  # the tail of the prompt shares the block
+            ids, revealed, first = ids[-first:], revealed[-first:], 0
+        end = first + len(ids)
+        self.slots[first:end] = ids
         line = Text(f"{self.count:4d} {step.block:5d}  ")
         for slot, token in enumerate(self.slots[:end]):
-            fresh = slot >= step.first_slot and revealed[slot - step.first_slot]
+            fresh = slot >= first and revealed[slot - first]
             shown = "·" if token == self.mask else "∎" if token in self.eos else self.tokenizer.decode([token])
             line.append(shown, style="bold black on green" if fresh else "")
         self.console.print(line)

@@ -115,6 +115,7 @@ class TrajectoryStates(_Drawing):
         super().__init__(seed)
         self.trajectories, self.block_length = trajectories, block_length
         self.mask, self.eos = model.facts.mask_token_id, model.facts.eos_token_ids[0]
+        self.from_zero = model.facts.block_origin == "zero"
 
     def __len__(self) -> int:
         return len(self.trajectories)
@@ -123,12 +124,13 @@ class TrajectoryStates(_Drawing):
         trajectory, draw = self.trajectories[index], self.generator(index)
         slots = trajectory.tokens.shape[0]
         start = int(torch.randint(trajectory.decoded, (1,), generator=draw))
-        end = min(trajectory.decoded, (start // self.block_length + 1) * self.block_length)
+        tail = len(trajectory.prompt_ids) % self.block_length if self.from_zero else 0  # prompt tokens in the first block
+        end = min(trajectory.decoded, ((start + tail) // self.block_length + 1) * self.block_length - tail)
         revealed = trajectory.step >= 0
         return {
             "prompt_ids": trajectory.prompt_ids,
             "y": torch.where(revealed & (trajectory.step < start), trajectory.tokens, self.mask),
-            "y_star": torch.where(revealed & (trajectory.step < end), trajectory.tokens, self.mask),
+            "y_star": torch.where(revealed & (torch.arange(slots) < end), trajectory.tokens, self.mask),
             "decoded": torch.tensor(trajectory.decoded),
             "hidden": trajectory.hidden,
             "answer": torch.tensor(data.fill_budget(trajectory.answer_ids, slots, self.eos)),

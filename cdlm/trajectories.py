@@ -1,6 +1,7 @@
 """How the frozen teacher runs, and how what it did is stored and replayed. (CDLM, arXiv 2511.19269, section 3 and algorithm 1.)
 
-The teacher decodes every prompt block by block, one token a step, under full attention. A trajectory is stored as final
+The teacher decodes every prompt block by block, one token a step, under its own attention (full, unless it is a block diffusion model
+itself). A trajectory is stored as final
 token and reveal step of each slot: the state at step k is the slots with step < k, the others masked, so every
 intermediate state is rebuilt without storing one. Beside them goes the hidden row, after the final norm, that produced the
 logits of the slot when it was revealed: lm_head turns it back into the teacher's distribution.
@@ -11,7 +12,10 @@ Folder, format version 1:
     shard-00000.safetensors    hidden: bf16 [rows, N, D], rows in the parquet file's order; zero where nothing was revealed
     manifest.json              written last: counts, screening by reason, bytes
 Shards are written whole and renamed into place, parquet last; a shard is complete when its parquet file is there.
-Shapes: B rows, N slots of the budget, S slots of a block, D width.
+
+Where blocks start at position 0, a student fills its last block whole: N is then the budget and block_length - 1 more, and `decoded` ends
+where the student's last block does.
+Shapes: B rows, N slots (the budget, see above), S slots of a block, D width.
 """
 
 import hashlib
@@ -29,8 +33,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cdlm import data
-from cdlm.decode import DecodeConfig, Step, decode
-from cdlm.families.base import DiffusionLM
+from cdlm.decode import DecodeConfig, Step, decode, slots
+from cdlm.families.base import DiffusionLM, Facts
 
 FORMAT_VERSION = 1
 SCHEMA = {
@@ -44,7 +48,7 @@ SCHEMA = {
     "tokens": "final token of each of the N slots; the mask token where decoding had stopped",
     "step": "step at which each slot was revealed, -1 where decoding had stopped",
     "confidence": "probability of the token when it was revealed",
-    "decoded": "slots that were filled (a multiple of the block length, or N)",
+    "decoded": "slots that were filled, up to the end of a block",
     "stop": "eos, or length when no end token came within the budget",
     "screened": "why the rule of the recipe calls it degenerate, or empty",
 }
@@ -123,11 +127,14 @@ class Recorder:
         self.taken = torch.zeros(batch, dtype=torch.int16)
 
     def __call__(self, step: Step) -> None:
-        row, slot = step.reveal_AS.nonzero(as_tuple=True)
-        where = (step.row_A[row].cpu(), slot.cpu() + step.first_slot)
+        row, place = step.reveal_AS.nonzero(as_tuple=True)
+        slot = place + step.first_slot_A[row]
+        kept = slot < self.step.shape[1]
+        row, place, slot = row[kept], place[kept], slot[kept]
+        where = (step.row_A[row].cpu(), slot.cpu())
         self.step[where] = self.taken[where[0]]
-        self.confidence[where] = step.confidence_AS[row, slot].float().cpu()
-        self.hidden[where] = step.hidden_ASD[row, slot].to(torch.bfloat16).cpu()
+        self.confidence[where] = step.confidence_AS[row, place].float().cpu()
+        self.hidden[where] = step.hidden_ASD[row, place].to(torch.bfloat16).cpu()
         self.taken[step.row_A.cpu()] += 1
 
 
@@ -189,6 +196,27 @@ def claim(folder: Path, note: Path, request: dict[str, Any]) -> None:
         write_json(note, request)
 
 
+def teacher_decoding(facts: Facts, max_new_tokens: int, block_length: int, *, stop_at_eos: bool) -> DecodeConfig:
+    """How a teacher decodes for students of this budget and these blocks: one token a step, as the teacher was trained."""
+    own = facts.block_length if facts.block_causal else None
+    if own is not None and block_length % own:
+        raise ValueError(
+            f"decode.block_length is {block_length}; the teacher decodes in blocks of {own}, a student's block must be made of whole ones"
+        )
+    return DecodeConfig(
+        max_new_tokens=max_new_tokens, block_length=own or block_length, tokens_per_step=1, block_causal=own is not None,
+        use_cache=own is not None, stop_at_eos=stop_at_eos, stop_length=block_length,
+    )
+
+
+def last_slot(block_origin: str, prompt_length: int, max_new_tokens: int, block_length: int) -> int:
+    """One past the last answer slot that a student fills: the end of its last block."""
+    if block_origin == "prompt_end":
+        return max_new_tokens
+    tail = prompt_length % block_length
+    return -(-(tail + max_new_tokens) // block_length) * block_length - tail
+
+
 def collect(
     model: DiffusionLM,
     examples: list[data.Example],
@@ -206,14 +234,12 @@ def collect(
 ) -> dict[str, Any]:
     """Decode every prompt at every temperature into `folder`, and return the manifest. Goes on at the first missing shard.
 
-    `config` gives budget and blocks; the teacher always decodes one token a step under full attention. A shard's content
+    `config` gives the student's budget and blocks. The teacher decodes one token a step: under full attention in the student's blocks, or,
+    if it is a block diffusion model, as such in blocks of its own length, which must divide the student's. A shard's content
     depends on the request alone, so a run that was killed ends with the same files as one that was not.
     right: whether the tokens of an answer are a right one, for the screen.
     """
-    asked = DecodeConfig(
-        max_new_tokens=config.max_new_tokens, block_length=config.block_length, tokens_per_step=1,
-        block_causal=False, use_cache=False, stop_at_eos=config.stop_at_eos,
-    )
+    asked = teacher_decoding(model.facts, config.max_new_tokens, config.block_length, stop_at_eos=config.stop_at_eos)
     claim(folder, folder / "collection.json", request)
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
@@ -227,7 +253,7 @@ def collect(
         # Prompts of similar length share a batch, so little is computed for padding.
         order = sorted(shards[i], key=lambda job: (job[1][1], len(job[1][0].prompt_ids)))
         for start in range(0, len(order), batch_size):
-            batch_rows, batch_hidden = _decode_batch(model, order[start : start + batch_size], asked, seed, screen, right)
+            batch_rows, batch_hidden = _decode_batch(model, order[start : start + batch_size], asked, config, seed, screen, right)
             rows += batch_rows
             hidden.append(batch_hidden)
         by_id = sorted(range(len(rows)), key=lambda r: rows[r]["id"])
@@ -242,30 +268,36 @@ def collect(
 
 
 def _decode_batch(
-    model: DiffusionLM, jobs: list[tuple[int, tuple[data.Example, float]]], config: DecodeConfig, seed: int, screen: Screen,
-    right: Callable[[data.Example, list[int]], bool],
+    model: DiffusionLM, jobs: list[tuple[int, tuple[data.Example, float]]], config: DecodeConfig, student: DecodeConfig, seed: int,
+    screen: Screen, right: Callable[[data.Example, list[int]], bool],
 ) -> tuple[list[dict[str, Any]], Tensor]:
     """Trajectories of a batch as parquet rows and hidden rows [B, N, D]."""
     rows: list[dict[str, Any]] = []
     hidden = []
+    width = slots(model.facts.block_origin, student.max_new_tokens, student.block_length)
+    config = DecodeConfig(**{**asdict(config), "max_new_tokens": width})  # the student's last block, whole
     for temperature in sorted({t for _, (_, t) in jobs}):
         part = [(number, example) for number, (example, t) in jobs if t == temperature]
         seeds = [data.sample_seed(seed, number) for number, _ in part]
         prompts, valid = data.pad_left([example.prompt_ids for _, example in part], model.facts.pad_token_id)
-        recorder = Recorder(len(part), config.max_new_tokens, model.hf.config.hidden_size)
+        recorder = Recorder(len(part), width, model.hf.config.hidden_size)
         out = decode(
             model, prompts.to(model.device), valid.to(model.device),
             DecodeConfig(**{**asdict(config), "temperature": temperature}), callback=recorder, seeds=seeds,
         )
         hidden.append(recorder.hidden)
-        final = out.filled_BN.cpu()
+        final = out.filled_BM[:, :width].cpu()
         for row, (number, example) in enumerate(part):
+            last = last_slot(model.facts.block_origin, len(example.prompt_ids), student.max_new_tokens, student.block_length)
+            final[row, last:] = model.facts.mask_token_id
+            for stored, nothing in ((recorder.step, -1), (recorder.confidence, 0), (recorder.hidden, 0)):
+                stored[row, last:] = nothing
             answer_ids = out.answer(row, model.facts.eos_token_ids)
             rows.append({
                 "id": number, "example": example.index, "group": example.group, "temperature": temperature, "seed": seeds[row],
                 "prompt_ids": example.prompt_ids, "answer_ids": example.answer_ids, "tokens": final[row].tolist(),
                 "step": recorder.step[row].tolist(), "confidence": recorder.confidence[row].tolist(),
-                "decoded": out.decoded_tokens[row], "stop": out.stop[row],
+                "decoded": min(out.decoded_tokens[row], last), "stop": out.stop[row],
                 "screened": screen.reason(answer_ids, out.stop[row], right(example, answer_ids)),
             })
     return rows, torch.cat(hidden)

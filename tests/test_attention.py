@@ -438,7 +438,7 @@ def test_a_diffusion_model_decodes_the_same_under_every_backend():
         assert model.hf.config._attn_implementation == ("sdpa" if backend == "auto" else f"cdlm_{backend}")
         tokenizer = families.load_tokenizer(TINY / "teacher", model.facts)
         ids, valid = data.pad_left([data.prompt_ids(tokenizer, text, chat_template=True) for text in texts], model.facts.pad_token_id)
-        tokens.append(decode(model, ids, valid, config).filled_BN)
+        tokens.append(decode(model, ids, valid, config).filled_BM)
     assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
 
 

@@ -264,7 +264,7 @@ def test_a_trace_has_a_line_a_step_and_ends_with_the_answer(done, config):
     assert len(lines) == out.steps[0] > 2
     assert [int(line.split()[0]) for line in lines] == list(range(1, out.steps[0] + 1))
     assert "·" not in lines[-1]
-    final = "".join(tokenizer.decode([token]) for token in out.filled_BN[0, : out.decoded_tokens[0]].tolist())
+    final = "".join(tokenizer.decode([token]) for token in out.filled_BM[0, : out.decoded_tokens[0]].tolist())
     assert lines[-1].split(maxsplit=2)[2] == final
     # Within a block every step leaves fewer open slots, and only a block's last step leaves none.
     steps = [(int(line.split()[1]), line.count("·")) for line in lines]

@@ -8,7 +8,7 @@ from conftest import random_hf, random_model, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdlm.decode import DecodeConfig, changed, choose, decode
+from cdlm.decode import DecodeConfig, changed, choose, decode, likely, score
 from cdlm.families.base import DiffusionLM, Facts
 
 WAYS = ({"confidence_threshold": 0.5}, {"confidence_threshold": 0.2}, {"tokens_per_step": 3}, {"steps": 7})
@@ -19,7 +19,7 @@ def config(**values) -> DecodeConfig:
 
 
 def _way(values) -> bool:
-    return any(key in values for key in ("confidence_threshold", "tokens_per_step", "steps"))
+    return any(key in values for key in ("confidence_threshold", "tokens_per_step", "steps", "steps_per_block"))
 
 
 def ending_model(**values):
@@ -75,7 +75,7 @@ def test_block_length_one_with_a_causal_prompt_is_autoregressive_greedy_decoding
         ids, attention_mask=valid.long(), do_sample=False, max_new_tokens=20, min_new_tokens=20, eos_token_id=None,
         suppress_tokens=[1], pad_token_id=0,
     )[:, 8:]
-    assert torch.equal(ours.filled_BN, theirs)
+    assert torch.equal(ours.filled_BM, theirs)
 
 
 def test_shifted_logits_cached_equals_uncached():
@@ -129,7 +129,7 @@ def test_a_mask_token_typed_into_the_prompt_stays():
     ids[0, 2] = 1
     before = ids.clone()
     seen = []
-    decode(model, ids, valid, config(block_causal=False, use_cache=False), callback=lambda step: seen.append(step.first_slot))
+    decode(model, ids, valid, config(block_causal=False, use_cache=False), callback=lambda step: seen.append(step.first_slot_A))
     assert torch.equal(ids, before) and seen
     other = before.clone()
     other[0, 2] = 9
@@ -193,12 +193,148 @@ def test_sampling_depends_on_a_rows_own_seed_only():
 
 
 def test_sampled_tokens_follow_the_softmax():
-    """10,000 draws of one slot from p = (0.5, 0.3, 0.2): each share within 4 standard deviations (at most 0.02)."""
-    logits = torch.tensor([0.5, 0.3, 0.2, 1.0]).log().expand(1, 10_000, 4).clone()
-    token, confidence = choose(logits, 3, 1.0, [torch.Generator().manual_seed(0)])
+    """10,000 draws of one slot from p = (0.25, 0.15, 0.1, mask 0.5): the mask is never drawn, so shares are 0.5, 0.3 and 0.2 within 4
+    standard deviations (at most 0.02); confidences are the probabilities with the mask among them."""
+    probability = torch.tensor([0.25, 0.15, 0.1, 0.5])
+    logits = probability.log().expand(1, 10_000, 4).clone()
+    token, confidence, all_of_them = choose(logits, 3, 1.0, [torch.Generator().manual_seed(0)])
     shares = torch.bincount(token[0], minlength=4) / 10_000
     assert torch.allclose(shares, torch.tensor([0.5, 0.3, 0.2, 0.0]), atol=0.02)
-    assert torch.allclose(confidence[0], torch.tensor([0.5, 0.3, 0.2])[token[0]], atol=1e-6)
+    assert torch.allclose(confidence[0], probability[token[0]], atol=1e-6)
+    assert torch.allclose(all_of_them, probability.expand_as(all_of_them), atol=1e-6)
+
+
+def test_the_mask_is_never_chosen_and_counts_in_the_confidence():
+    """Greedy: the mask has 0.6; of the others 0.3 is taken, and 0.3 is its confidence."""
+    token, confidence, _ = choose(torch.tensor([[[0.1, 0.3, 0.6]]]).log(), 2, 0.0, None)
+    assert token.tolist() == [[1]] and confidence.item() == pytest.approx(0.3)
+
+
+def test_top_k_and_top_p_leave_the_likely_tokens():
+    """p = 0.1, 0.2, 0.3, 0.4. top_k 2 leaves 0.3 and 0.4, that is 3/7 and 4/7; top_p 0.4 leaves 0.4 alone, since it adds up to 0.4
+    by itself; top_p 0.41 takes 0.3 too."""
+    logits = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]]).log()
+    assert torch.allclose(likely(logits, 2, None).softmax(-1)[0, 0], torch.tensor([0, 0, 3 / 7, 4 / 7]))
+    assert likely(logits, None, 0.39).softmax(-1)[0, 0].tolist() == [0, 0, 0, 1]
+    assert torch.allclose(likely(logits, None, 0.41).softmax(-1)[0, 0], torch.tensor([0, 0, 3 / 7, 4 / 7]))
+    assert torch.equal(likely(logits, 4, 1.0), logits) and torch.equal(likely(logits, None, None), logits)
+
+
+def test_scores_of_the_orders():
+    """Two slots, p = (0.5, 0.5, 0) and (0.6, 0.2, 0.2). Entropies ln 2 = 0.693 and 0.6 ln(1/0.6) + 0.4 ln 5 = 0.950; leads 0 and 0.4."""
+    probability = torch.tensor([[[0.5, 0.5, 0.0], [0.6, 0.2, 0.2]]])
+    confidence = probability.max(-1).values
+    assert torch.allclose(score("confidence", confidence, probability), torch.tensor([[0.5, 0.6]]))
+    assert torch.allclose(score("entropy", confidence, probability), torch.tensor([[-0.693147, -0.950271]]), atol=1e-5)
+    assert torch.allclose(score("margin", confidence, probability), torch.tensor([[0.0, 0.4]]))
+    assert score("sequential", confidence, probability).tolist() == [[0.0, -1.0]]
+
+
+# ---- blocks from position 0 ------------------------------------------------------------------------------------------
+
+ZERO = {"block_origin": "zero", "prompt_attention": "block_causal"}
+ZERO_WAYS = (
+    {"confidence_threshold": 0.3}, {"tokens_per_step": 1}, {"steps_per_block": 3}, {"confidence_threshold": 0.2, "steps_per_block": 2},
+    {"tokens_per_step": 2, "order": "sequential"}, {"tokens_per_step": 1, "order": "entropy"}, {"tokens_per_step": 3, "order": "margin"},
+    {"steps": 9}, {"confidence_threshold": 0.3, "top_k": 5},
+)  # fmt: skip
+LENGTHS = [5, 9, 12, 3, 7, 1, 8]  # with blocks of 4: tails of 1, 1, 0, 3, 3, 1 and 0 tokens; prompts shorter than a block among them
+
+
+@pytest.mark.parametrize("way", ZERO_WAYS, ids=str)
+@pytest.mark.parametrize("facts", [{}, {"logit_shift": True}, {"prompt_attention": "causal"}], ids=["plain", "shift", "causal"])
+def test_blocks_from_zero_cached_equals_uncached_and_a_batch_equals_each_row_alone(way, facts):
+    model = ending_model(facts={**ZERO, **facts})
+    ids, valid = random_prompts(LENGTHS)
+    asked = DecodeConfig(10, 4, **way)
+    cached, uncached = decode(model, ids, valid, asked), decode(model, ids, valid, dataclasses.replace(asked, use_cache=False))
+    assert torch.equal(cached.filled_BM, uncached.filled_BM)
+    assert (cached.steps, cached.output_tokens, cached.stop) == (uncached.steps, uncached.output_tokens, uncached.stop)
+    for row, length in enumerate(LENGTHS):
+        alone = decode(model, ids[row][valid[row]][None], torch.ones(1, length, dtype=torch.bool), asked)
+        assert torch.equal(alone.filled_BM[0], cached.filled_BM[row]) and alone.steps[0] == cached.steps[row]
+        assert alone.commit_forwards[0] + (length < 4) == cached.commit_forwards[row]  # a short prompt alone has nothing to commit
+
+
+def naive_block_decoding(model, prompt: list[int], budget: int, block: int, tau: float, least: int, stop: bool) -> list[int]:
+    """Judge of the above: one row, no cache, no batch, whole blocks from position 0, each forward over all up to the block's end."""
+    blocks = -(-(len(prompt) + budget) // block)
+    ids = prompt + [1] * (blocks * block - len(prompt))
+    for first in range(len(prompt) // block * block, len(ids), block):
+        end = first + block
+        while 1 in ids[max(first, len(prompt)) : end]:
+            here = torch.tensor([ids[:end]])
+            logits = model.sequence_logits(here, torch.ones_like(here, dtype=torch.bool), torch.tensor([len(prompt)]), block)[0].detach()
+            probability = logits.softmax(-1)
+            probability[:, 1] = -1
+            slots = [i for i in range(max(first, len(prompt)), end) if ids[i] == 1]
+            best = {i: (float(probability[i].max()), int(probability[i].argmax())) for i in slots}
+            ordered = sorted(slots, key=lambda i: -best[i][0])
+            for i in [*ordered[:least], *(i for i in ordered[least:] if best[i][0] > tau)]:
+                ids[i] = best[i][1]
+        if stop and 2 in ids[max(first, len(prompt)) : end]:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("facts", [ZERO, {**ZERO, "logit_shift": True}], ids=["plain", "shift"])
+@pytest.mark.parametrize("tau, least", [(0.15, 1), (0.3, 2), (0.9, 1)])
+def test_blocks_from_zero_equal_a_naive_loop(facts, tau, least):
+    model = ending_model(facts=facts)
+    ids, valid = random_prompts(LENGTHS)
+    out = decode(model, ids, valid, DecodeConfig(9, 4, confidence_threshold=tau, steps_per_block=4 // least))
+    for row in range(len(LENGTHS)):
+        expected = naive_block_decoding(model, ids[row][valid[row]].tolist(), 9, 4, tau, least, stop=True)
+        assert out.filled_BM[row].tolist() == expected[:12] + [1] * (12 - len(expected))
+        assert out.decoded_tokens[row] == len([t for t in expected if t != 1])
+
+
+def test_an_end_token_in_the_tail_of_a_prompt_stops_nothing():
+    """A chat prompt ends with end tokens of its own; with blocks from position 0 they share the first block with the answer."""
+    model = random_model(facts=ZERO)
+    with torch.no_grad():
+        model.head.weight[2] = 0.0  # never says it itself: of 57 random logits the largest is above 0
+    ids = torch.tensor([[5, 6, 7, 8, 9, 2, 2]])
+    out = decode(model, ids, torch.ones_like(ids, dtype=torch.bool), DecodeConfig(9, 4, tokens_per_step=1))
+    assert 2 not in out.ids_BN and out.decoded_tokens == [9] and out.stop == ["length"]
+    assert out.steps == [9]  # 7 + 9 = 16 tokens: four whole blocks
+
+
+def test_the_last_block_is_filled_whole_and_cut():
+    """5 + 6 = 11 tokens are three blocks of 4: 7 answer slots are filled, 6 are given out."""
+    ids, valid = random_prompts([5])
+    out = decode(random_model(facts=ZERO), ids, valid, DecodeConfig(6, 4, tokens_per_step=1, stop_at_eos=False))
+    assert out.ids_BN.shape == (1, 6) and out.filled_BM.shape == (1, 6 + 4 - 1)
+    assert out.steps == [7] and out.decoded_tokens == [7] and out.output_tokens == [6]
+    assert torch.equal(out.filled_BM[:, :6], out.ids_BN) and out.filled_BM[0, 7:].tolist() == [1, 1]
+
+
+def test_a_mask_token_in_the_tail_of_a_prompt_stays():
+    model, ids = random_model(facts=ZERO), torch.tensor([[5, 6, 7, 8, 9, 1]])
+    seen, everywhere = [], torch.ones_like(ids, dtype=torch.bool)
+    decode(model, ids, everywhere, DecodeConfig(4, 4, tokens_per_step=1), callback=lambda s: seen.append((s.ids_AS, s.reveal_AS)))
+    assert seen[0][0][0, :2].tolist() == [9, 1] and not bool(torch.stack([reveal[:, :2] for _, reveal in seen[:2]]).any())
+
+
+def test_a_bidirectional_prompt_with_blocks_from_zero_has_no_exact_cache():
+    model = random_model(facts={"block_origin": "zero"})
+    ids, valid = random_prompts([5])
+    with pytest.raises(ValueError, match="decode with use_cache=False"):
+        decode(model, ids, valid, config())
+    assert decode(model, ids, valid, config(use_cache=False)).ids_BN.shape == (1, 24)
+
+
+def test_another_rule_may_write_a_slot_again_but_never_the_prompt():
+    """A rule that names every slot of the block at every step: the prompt's tail stays, all else is written."""
+    model, ids = random_model(facts=ZERO), torch.tensor([[5, 6, 7, 8, 9, 11]])
+    tails = []
+    out = decode(
+        model, ids, torch.ones_like(ids, dtype=torch.bool), DecodeConfig(4, 4, tokens_per_step=1, stop_at_eos=False),
+        rule=lambda score, is_open, step: torch.ones_like(is_open), callback=lambda s: tails.append(s.ids_AS[0, :2].tolist()),
+    )
+    assert out.steps == [2] and tails[0] == [9, 11]
+    once = decode(model, ids, torch.ones_like(ids, dtype=torch.bool), DecodeConfig(4, 4, tokens_per_step=4, stop_at_eos=False))
+    assert torch.equal(out.ids_BN, once.ids_BN)
 
 
 def test_a_logit_that_is_not_finite_is_an_error_with_its_place():
@@ -222,6 +358,14 @@ def test_a_logit_that_is_not_finite_is_an_error_with_its_place():
         ({"steps": 0}, "steps is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"block_causal": False}, "use_cache needs block_causal"),
+        ({"steps_per_block": 0}, "steps is 0"),
+        ({"steps": 3, "steps_per_block": 1}, "given: steps, steps_per_block"),
+        ({"order": "random"}, "order is 'random'; allowed: confidence, entropy, margin, sequential"),
+        ({"order": "entropy", "confidence_threshold": 0.5}, "order 'entropy' gives none"),
+        ({"schedule": "cosine"}, "schedule is 'cosine'"),
+        ({"schedule": "timesteps"}, "schedule 'timesteps' spreads steps"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(values, words):

@@ -278,7 +278,7 @@ def test_contract_1_holds_against_a_cache():
     real = torch.cat([valid, torch.ones(2, 2 * block, dtype=torch.bool)], dim=1)
     with torch.no_grad():
         rows = raw.sequence_hidden(whole, real, prompt_length, block)
-        cache = shifted.new_cache(valid, 2 * block)
+        cache = shifted.new_cache(prompt_length, ids.shape[1] + 2 * block)
         found = shifted.denoise(first, cache, block, commit=(ids, valid))
         torch.testing.assert_close(found, rows[:, 4:8], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(shifted.denoise(first, cache, block), rows[:, 4:8], atol=1e-5, rtol=1e-5)

@@ -39,11 +39,40 @@ def test_logits_are_those_of_the_familys_own_code(name):
     assert found and all(difference <= 1e-4 for difference in found.values()), found
 
 
-@pytest.mark.parametrize("name", ["llada", "lladamoe"])
+@pytest.mark.parametrize("name", NAMES)
 def test_decoded_tokens_are_those_of_the_familys_own_code(name):
+    """All of them, but for LLaDA2's: those are samples (its code samples at temperature 0), which the oracle proves."""
     found = oracle.token_matches(families.load(FIXTURES / name), load_file(FIXTURES / name / "reference.safetensors"))
-    done = {key: match for key, match in found.items() if match is not None}
-    assert done and all(match[0] == match[1] > 0 for match in done.values()), found
+    wanted = {"dream": 3, "llada": 2, "llada2_moe": 2, "lladamoe": 1, "sdar": 3}
+    assert len(found) == wanted[name]
+    if name == "llada2_moe":
+        assert set(found.values()) == {oracle.SAMPLED}
+    else:
+        assert all(match[0] == match[1] > 0 for match in found.values()), found
+
+
+def test_the_oracle_tells_a_greedy_reference_from_a_sampled_one():
+    """What this package decodes greedily is seen as greedy, with one token changed it is not."""
+    from cdlm.decode import DecodeConfig, decode
+
+    model, prompt = families.load(FIXTURES / "llada2_moe"), load_file(FIXTURES / "llada2_moe" / "reference.safetensors")["gen_prompt"]
+    config = DecodeConfig(16, 4, confidence_threshold=0.08, steps_per_block=4, stop_at_eos=False)
+    answer = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), config).ids_BN[:, :15]
+    assert oracle.could_be_greedy(model, prompt, answer, 4)
+    answer[0, 5] += 1
+    assert not oracle.could_be_greedy(model, prompt, answer, 4)
+
+
+def test_the_oracle_fails_on_a_token_that_differs_and_on_a_key_it_does_not_know(tmp_path):
+    folder, reference = copy(tmp_path, "sdar"), load_file(FIXTURES / "sdar" / "reference.safetensors")
+    save_file(reference, folder / "reference.safetensors")
+    assert oracle.check(folder) == 0
+    changed = {**reference, "gen_tokens_sequential_block4_len16": reference["gen_tokens_sequential_block4_len16"].clone()}
+    changed["gen_tokens_sequential_block4_len16"][0, -1] = 3
+    save_file(changed, folder / "reference.safetensors")
+    assert oracle.check(folder) == 1
+    save_file({**reference, "gen_tokens_by_magic": reference["gen_prompt"].clone()}, folder / "reference.safetensors")
+    assert oracle.check(folder) == 1
 
 
 def test_the_oracle_script_fails_on_other_weights(tmp_path, capsys):

@@ -105,11 +105,21 @@ def exported_style(model, threshold=0.5, block=4):
     return model
 
 
+EXPORTED_FACTS = {
+    "a teacher's own": {}, "shifted": {"logit_shift": True}, "from zero": {"block_origin": "zero", "prompt_attention": "block_causal"},
+    "shifted, from zero": {"block_origin": "zero", "prompt_attention": "block_causal", "logit_shift": True},
+    "causal prompt": {"prompt_attention": "causal", "logit_shift": True}, "block-causal prompt": {"prompt_attention": "block_causal"},
+    "causal prompt, from zero": {"block_origin": "zero", "prompt_attention": "causal"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("facts", EXPORTED_FACTS.values(), ids=EXPORTED_FACTS)
 @pytest.mark.parametrize("threshold", [0.2, 0.5, 0.9])
-def test_the_exported_decoder_equals_decode(threshold):
-    model = exported_style(random_model("llama", seed=2), threshold)
-    prompt, valid = random_prompts([9, 2, 6, 13], seed=4)
+def test_the_exported_decoder_equals_decode(threshold, facts):
+    model = exported_style(random_model("llama", seed=2, facts=facts), threshold)
+    prompt, valid = random_prompts([9, 2, 6, 13, 8], seed=4)
     prompt[0, -1] = model.facts.mask_token_id  # a mask token that the user typed stays
+    prompt[2, -1] = model.facts.eos_token_ids[0]  # and an end token of a chat turn ends nothing
     for budget in (1, 4, 10, 18):
         out = generate(model.hf, input_ids=prompt, attention_mask=valid.long(), max_new_tokens=budget)
         expected = decode(model, prompt, valid, DecodeConfig(budget, 4, confidence_threshold=threshold))
@@ -145,12 +155,9 @@ def test_the_exported_decoder_refuses_sampling_asked_for_in_a_generation_config(
         generate(model.hf, input_ids=prompt, generation_config=GenerationConfig(do_sample=True, temperature=0.7, max_new_tokens=4))
 
 
-@pytest.mark.parametrize("key", [{"block_origin": "zero"}, {"prompt_attention": "causal"}, {"logit_shift": True}])
-def test_the_exported_decoder_refuses_models_it_would_decode_wrongly(key):
-    model = exported_style(random_model("llama"))
-    for name, value in key.items():
-        setattr(model.hf.config, name, value)
-    with pytest.raises(ValueError, match="aligned logits"):
+def test_the_exported_decoder_refuses_what_has_no_exact_cache():
+    model = exported_style(random_model("llama", facts={"block_origin": "zero"}))
+    with pytest.raises(ValueError, match="no exact cache"):
         generate(model.hf, input_ids=random_prompts([5])[0], max_new_tokens=4)
 
 

@@ -108,6 +108,22 @@ def test_hours_by_hand():
     assert (training.forwards, training.rows, training.passes) == (3750 * 32, 2, 2 * 2 + 1)  # y and noise forth and back, y* forth
 
 
+# A teacher that is a block diffusion model decodes as one: against a cache, in its own blocks, the student's last block whole.
+@pytest.mark.parametrize(("name", "mode", "block", "forwards"), [
+    ("dream-7b-instruct", "dlm", 32, 256), ("llada2-mini", "block", 32, 256 + 31), ("sdar-4b-chat", "block", 4, 256 + 3),
+])
+def test_a_teachers_forwards_are_those_of_its_own_decoding(name, mode, block, forwards):
+    found = plan.Plan(Run(recipe.load(RECIPES / f"{name}.yaml"), ROOT / "nowhere"))
+    words, (work,), _ = found._collect(found.run)
+    assert (work.mode, work.block, work.rows) == (mode, block, 32) and work.forwards == forwards * 15000 / 32
+    assert f"about {forwards} forwards each" in words and f"({15000 * forwards * found.config.hidden_size * 2:,} bytes)" in words
+
+
+def test_a_students_block_must_be_made_of_the_teachers(capsys):
+    assert cli.main(["distill", str(RECIPES / "llada2-mini.yaml"), "--dry-run", "--set", "decode.block_length=16"]) == 2
+    assert "decode.block_length is 16; the teacher decodes in blocks of 32" in capsys.readouterr().err
+
+
 def test_a_loss_that_is_off_and_all_parameters_change_the_work():
     def passes(*overrides):
         found = plan.Plan(Run(recipe.load(RECIPES / "dream-7b-instruct.yaml", list(overrides)), ROOT / "nowhere"))

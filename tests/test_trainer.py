@@ -304,3 +304,26 @@ def test_the_target_of_equation_5_leaves_the_student_in_training_mode(folder, tm
 def test_more_than_one_device_or_mixed_precision_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="runs on one device"):
         trainer(folder, tmp_path, bf16=True)
+
+
+def test_states_of_blocks_from_position_zero(tmp_path):
+    """Prompts of 3 to 7 tokens, blocks of 4: the first block has 1, 4, 3, 2 or 1 slots. y* is y with y's block filled; a state's open slots
+    before it are none, behind it all."""
+    collect(tmp_path, random_model(facts={"block_origin": "zero", "prompt_attention": "block_causal", "block_length": 4}))
+    model = random_model(facts={"block_origin": "zero", "prompt_attention": "block_causal", "block_length": 4})
+    rows = TrajectoryStates(Trajectories(tmp_path), model, BLOCK, seed=0)
+    seen = set()
+    for epoch in range(12):
+        rows.set_epoch(epoch)
+        for i in range(5):
+            row = rows[i]
+            tail = len(row["prompt_ids"]) % BLOCK
+            open_now, open_later = row["y"] == 1, row["y_star"] == 1
+            newly = (open_now & ~open_later).nonzero()[:, 0].tolist()
+            block = {(slot + tail) // BLOCK for slot in newly}
+            assert len(block) == 1
+            place = (torch.arange(len(open_now)) + tail) // BLOCK
+            assert not bool(open_now[place < min(block)].any()) and not bool(open_later[place <= min(block)].any())
+            assert bool(open_now[place > min(block)].all())
+            seen.add((tail, min(block)))
+    assert len(seen) > 10

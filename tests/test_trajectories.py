@@ -42,14 +42,14 @@ def test_replay_gives_every_state_of_the_teacher(tmp_path):
 
         def watch(step, seen=seen):
             now = seen[-1].clone()
-            now[step.first_slot : step.first_slot + BLOCK] = step.ids_AS[0]
+            now[int(step.first_slot_A[0]) : int(step.first_slot_A[0]) + BLOCK] = step.ids_AS[0]
             seen.append(now)
 
         asked = DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, block_causal=False, use_cache=False, stop_at_eos=False)
         out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), asked, callback=watch)
         states = list(replay(stored[i], 1))
         assert len(states) == BUDGET + 1 and all(torch.equal(a, b) for a, b in zip(states, seen, strict=True))
-        assert torch.equal(states[-1], out.filled_BN[0])
+        assert torch.equal(states[-1], out.filled_BM[0])
         assert [int((s == 1).sum()) for s in states] == list(range(BUDGET, -1, -1))
 
 
@@ -71,9 +71,9 @@ def test_head_of_the_stored_hidden_rows_is_the_teachers_logits(tmp_path):
                 assert torch.allclose(t.hidden[slot].float(), row, rtol=2**-8, atol=1e-5)
                 logits, rebuilt = model.head(row), model.head(t.hidden[slot].float())
             assert float((logits - rebuilt).abs().max()) < 0.02 * float(logits.abs().max())
+            assert float(t.confidence[slot]) == pytest.approx(float(logits.softmax(-1)[t.tokens[slot]]), abs=1e-5)
             logits[1] = rebuilt[1] = -torch.inf
             assert int(logits.argmax()) == int(t.tokens[slot])
-            assert float(t.confidence[slot]) == pytest.approx(float(logits.softmax(-1).max()), abs=1e-5)
 
 
 def test_a_shifted_teacher_stores_the_row_that_produced_the_logits(tmp_path):
@@ -182,3 +182,40 @@ def test_stopping_at_the_end_token_leaves_the_rest_unrevealed(tmp_path):
         assert bool((t.step[t.decoded :] == -1).all()) and bool((t.tokens[t.decoded :] == 1).all())
         assert float(t.hidden[t.decoded :].abs().sum()) == 0
         assert len(list(replay(t, 1))) == t.decoded + 1
+
+
+ZERO = {"block_origin": "zero", "prompt_attention": "block_causal", "block_length": 2}
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_block_diffusion_teacher_decodes_as_one_and_fills_the_students_blocks(tmp_path, stop):
+    """A teacher with blocks of 2 from position 0, students with blocks of 4: what is stored is a decoding of the teacher's own, without its
+    cache, to the end of the student's last block; prompts of 3 to 7 tokens give the student's first block 1, 4, 3, 2 and 1 slots."""
+    model = random_model(facts=ZERO)
+    with torch.no_grad():
+        model.head.weight[2] += 0.35 * model.head.weight[7:15].sum(dim=0)
+    collect(tmp_path, model, stop=stop)
+    stored = Trajectories(tmp_path)
+    seen = set()
+    for i in range(5):
+        t = stored[i]
+        prompt, room = torch.tensor([t.prompt_ids]), {3: 1, 4: 4, 5: 3, 6: 2, 7: 1}[len(t.prompt_ids)]
+        assert t.tokens.shape == (BUDGET + BLOCK - 1,)
+        last = room + 12 if room < 4 else 12  # as many whole blocks as hold 12 slots
+        assert t.decoded == last if not stop else (t.decoded - room) % BLOCK == 0
+        asked = DecodeConfig(20, 2, tokens_per_step=1, use_cache=False, stop_at_eos=False)
+        out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), asked)
+        assert torch.equal(out.filled_BM[0, : t.decoded], t.tokens[: t.decoded])
+        assert sorted(t.step[: t.decoded].tolist()) == list(range(t.decoded)) and set(t.step[t.decoded :].tolist()) <= {-1}
+        assert bool((t.tokens[t.decoded :] == 1).all()) and not bool(t.hidden[t.decoded :].any())
+        if stop and t.decoded < last:
+            ends = [s for s, token in enumerate(t.tokens.tolist()) if token == 2]
+            assert t.decoded - BLOCK <= ends[0] < t.decoded
+            seen.add("stopped")
+    assert seen == ({"stopped"} if stop else set())
+
+
+def test_a_students_block_is_made_of_the_teachers_whole_blocks(tmp_path):
+    with pytest.raises(ValueError, match=r"decode\.block_length is 4; the teacher decodes in blocks of 3"):
+        collect(tmp_path, random_model(facts={**ZERO, "block_length": 3}))
+    assert not list(tmp_path.iterdir())

@@ -127,3 +127,31 @@ def test_counts_below_1_are_refused(count):
         unmask.top_k(count)
     with pytest.raises(ValueError, match=f"steps is {count}.*at least 1"):
         unmask.spread(8, count)
+
+
+def test_timesteps_round_down_as_published():
+    """16 slots in 16 steps on times 1, 0.9376, ...: int(16 (1 - 0.9376)) = int(0.999) = 0 in the first step, then int(16 x 0.0666) = 1
+    and so on, and two in the last. 4 slots in 2 steps: int(4 (1 - 0.5005)) = 1, then the other 3."""
+    def counts(slots, steps):
+        rule, is_open, found = unmask.timesteps(steps), torch.ones(1, slots, dtype=torch.bool), []
+        for step in range(steps):
+            revealed = rule(torch.rand(1, slots), is_open, step)
+            assert not (revealed & ~is_open).any()
+            found.append(int(revealed.sum()))
+            is_open &= ~revealed
+        return found
+
+    assert counts(16, 16) == [0] + [1] * 14 + [2]
+    assert counts(4, 2) == [1, 3]
+    assert sum(counts(9, 4)) == 9
+
+
+def test_timesteps_take_the_most_confident_of_each_row():
+    """10 and 5 open slots at the first of 2 steps: int(10 x 0.4995) = 4 and int(5 x 0.4995) = 2."""
+    confidence = torch.arange(10.0).repeat(2, 1)
+    is_open = torch.ones(2, 10, dtype=torch.bool)
+    is_open[1, 5:] = False
+    revealed = unmask.timesteps(2)(confidence, is_open, 0)
+    assert [row.nonzero()[:, 0].tolist() for row in revealed] == [[6, 7, 8, 9], [3, 4]]
+    with pytest.raises(ValueError, match="steps is 0"):
+        unmask.timesteps(0)

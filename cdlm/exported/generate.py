@@ -26,8 +26,9 @@ def generate(
     max_new_tokens, block_length, confidence_threshold: default to generation_config.json and config.json.
     """
     config = model.config
-    if config.block_origin != "prompt_end" or config.prompt_attention != "bidirectional" or config.logit_shift:
-        raise ValueError("this file decodes models with blocks from the prompt's end, bidirectional prompts and aligned logits")
+    from_zero, shifted, prompt_attention = config.block_origin == "zero", config.logit_shift, config.prompt_attention
+    if from_zero and prompt_attention == "bidirectional":
+        raise ValueError("blocks from position 0 under a bidirectional prompt have no exact cache, and this file decodes with one")
     defaults = generation_config or model.generation_config
     neutral = {
         "do_sample": (False,), "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1.0,), "max_length": (),
@@ -51,44 +52,74 @@ def generate(
     rows, mask_id, pad_id = prompt.shape[0], config.mask_token_id, config.pad_token_id
     eos = torch.tensor(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id], device=prompt.device)
 
+    # The prompt is cut where the first block begins: what is left of it stands at the head of that block, and is never written.
+    length = valid.sum(1)
+    tail = length % block if from_zero else torch.zeros_like(length)
+    end_of_row = (tail + budget + block - 1) // block * block if from_zero else torch.full_like(length, budget)
+    width = int(end_of_row.max())
+    keep = int((length - tail).max())
+    canvas = torch.full((rows, width), mask_id, device=prompt.device)
+    pending, pending_valid = prompt.new_full((rows, keep), pad_id), valid.new_zeros(rows, keep)  # go into the cache with the next forward
+    for row in range(rows):
+        tokens, head = prompt[row, valid[row]], int(length[row] - tail[row])
+        pending[row, keep - head :], pending_valid[row, keep - head :] = tokens[:head], True
+        canvas[row, : len(tokens) - head] = tokens[head:]
+
+    def horizon(position):
+        """Last position that a token may look at."""
+        start = torch.zeros_like(length) if from_zero else length
+        block_end = start[:, None] + ((position - start[:, None]) // block + 1) * block - 1
+        if prompt_attention == "causal":
+            in_prompt = position
+        elif prompt_attention == "bidirectional":
+            in_prompt = (length[:, None] - 1).expand_as(position)
+        else:
+            in_prompt = block_end if from_zero else torch.minimum((position // block + 1) * block - 1, length[:, None] - 1)
+        return torch.where(position < length[:, None], in_prompt, block_end)
+
     cache = DynamicCache(config=config)
-    answer = torch.full((rows, budget), mask_id, device=prompt.device)
-    key_valid = valid[:, :0]
-    pending, pending_valid = prompt, valid  # tokens that go into the cache with the next forward
+    key_valid, key_position = valid[:, :0], length[:, None][:, :0]
+    before = None  # logits of the last token before the block, which predict its first slot in a model with shifted logits
     stopped = torch.zeros(rows, dtype=torch.bool, device=prompt.device)
-    for first in range(0, budget, block):
-        end = min(first + block, budget)
-        slots = torch.full((rows, end - first), mask_id, device=prompt.device)
-        is_open = ~stopped[:, None].expand_as(slots)
+    for first in range(0, width, block):
+        end = min(first + block, width)
+        slots = canvas[:, first:end].clone()
+        in_answer = torch.arange(first, end, device=prompt.device) >= tail[:, None]
+        is_open = in_answer & ~stopped[:, None]
         while bool(is_open.any()):
             ids = torch.cat([pending, slots], dim=1)
             fresh = torch.cat([pending_valid, torch.ones_like(slots, dtype=torch.bool)], dim=1)
             position = key_valid.sum(1, keepdim=True) + (fresh.cumsum(1) - 1).clamp(min=0)
-            # Pending tokens see the cache and one another; the block sees everything; nobody sees padding.
-            count, past = pending.shape[1], key_valid.shape[1]
-            allow = torch.cat([key_valid, fresh], dim=1)[:, None, :].repeat(1, ids.shape[1], 1)
-            allow[:, :count, past + count :] = False
+            count, seen = pending.shape[1], torch.cat([key_position, position], dim=1)
+            allow = torch.cat([key_valid, fresh], dim=1)[:, None, :] & (seen[:, None, :] <= horizon(position)[:, :, None])
             allow = allow | ~allow.any(-1, keepdim=True)
             logits = model(input_ids=ids, attention_mask=allow[:, None], position_ids=position, cache=cache, use_cache=True,
-                           logits_to_keep=slots.shape[1]).logits.float()
+                           logits_to_keep=slots.shape[1] + (count > 0)).logits.float()
             # Keep the pending tokens' keys and values, drop the block's.
             cache.crop(-slots.shape[1])
-            key_valid = torch.cat([key_valid, pending_valid], dim=1)
-            pending, pending_valid = prompt[:, :0], valid[:, :0]
+            if count > 0:
+                key_valid = torch.cat([key_valid, pending_valid], dim=1)
+                key_position = torch.cat([key_position, position[:, :count]], dim=1)
+                before, logits = logits[:, :1], logits[:, 1:]
+                pending, pending_valid = pending[:, :0], pending_valid[:, :0]
+            if shifted:
+                logits = torch.cat([torch.zeros_like(logits[:, :1]) if before is None else before, logits[:, :-1]], dim=1)
 
-            logits[..., mask_id] = -torch.inf
-            confidence, token = logits.softmax(-1).max(-1)
+            probability = logits.softmax(-1)
+            token = logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf).argmax(-1)
+            confidence = probability.gather(-1, token[..., None])[..., 0]
             if not bool(confidence.isfinite().all()):
                 raise FloatingPointError(f"a logit is not finite in the block that starts at slot {first}")
             best = confidence.masked_fill(~is_open, -1).argmax(1, keepdim=True)
             reveal = ((confidence > threshold) | torch.zeros_like(is_open).scatter(1, best, True)) & is_open
             slots = torch.where(reveal, token, slots)
             is_open = is_open & ~reveal
-        answer[:, first:end] = slots
+        canvas[:, first:end] = slots
         pending, pending_valid = slots, torch.ones_like(slots, dtype=torch.bool)
-        stopped = stopped | torch.isin(slots, eos).any(1)
+        stopped = stopped | (torch.isin(slots, eos) & in_answer).any(1) | (end_of_row <= end)
         if bool(stopped.all()):
             break
+    answer = torch.stack([canvas[row, int(tail[row]) : int(tail[row]) + budget] for row in range(rows)])
     is_end = torch.isin(answer, eos)
     behind = (is_end.cumsum(1) - is_end.long()) > 0
     answer = answer.masked_fill(behind, pad_id)

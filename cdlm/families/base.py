@@ -48,6 +48,11 @@ class Facts:
                 f"(pad {self.pad_token_id}, eos {list(self.eos_token_ids)}); a diffusion model needs a mask token of its own"
             )
 
+    @property
+    def block_causal(self) -> bool:
+        """Whether the checkpoint itself is a block diffusion model, trained under the block-causal mask with blocks of block_length."""
+        return self.block_length is not None
+
     def to_config(self) -> dict[str, Any]:
         """As keys of config.json; token ids that transformers has keys for stay under those."""
         named = asdict(self)
@@ -128,13 +133,9 @@ class DiffusionLM(nn.Module):
         """Aligned logits of whole sequences, [B, L, V]; arguments as in `sequence_hidden`."""
         return self.head(self.sequence_hidden(*args, **kwargs))
 
-    def new_cache(self, prompt_valid_BL: Tensor, max_new_tokens: int) -> BlockCache:
-        """An empty cache for these prompts and as many new tokens."""
-        return BlockCache(
-            layers=self.hf.config.num_hidden_layers,
-            capacity=prompt_valid_BL.shape[1] + max_new_tokens,
-            prompt_length_B=prompt_valid_BL.sum(dim=1),
-        )
+    def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
+        """An empty cache for prompts of these lengths and `capacity` tokens a row, padding included."""
+        return BlockCache(layers=self.hf.config.num_hidden_layers, capacity=capacity, prompt_length_B=prompt_length_B)
 
     def denoise(
         self, block_BS: Tensor, cache: BlockCache, block_length: int, commit: tuple[Tensor, Tensor] | None = None
@@ -152,7 +153,8 @@ class DiffusionLM(nn.Module):
             fresh_valid_BL = torch.cat([commit[1], torch.ones_like(block_BS, dtype=torch.bool)], dim=1)
             count = commit[0].shape[1]
         position_BL = cache.next_position_B[:, None] + masks.positions(fresh_valid_BL)
-        if commit is None and not cache.padded and self._packs:
+        causal_tail = self.facts.block_origin == "zero" and self.facts.prompt_attention == "causal"
+        if commit is None and not cache.padded and self._packs and not causal_tail:
             mask = masks.everything(block_BS.device)  # a block sees all that is committed, and itself
         else:
             mask = self._mask(masks.clean(
@@ -167,7 +169,7 @@ class DiffusionLM(nn.Module):
 
     def prefill(self, prompt_BP: Tensor, valid_BP: Tensor, max_new_tokens: int, block_length: int) -> BlockCache:
         """A cache that holds the prompt, from a forward of the prompt alone."""
-        cache = self.new_cache(valid_BP, max_new_tokens)
+        cache = self.new_cache(valid_BP.sum(dim=1), prompt_BP.shape[1] + max_new_tokens)
         self.commit(prompt_BP, valid_BP, cache, block_length)
         return cache
 
