@@ -11,6 +11,7 @@ Every stage leaves a note of what it was asked to do. A folder that holds the re
 import contextlib
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -169,6 +170,9 @@ class Run:
         prompts = tests = None
         if place is not None:
             tokenizer = self._checked_tokenizer(facts, place)
+            with tempfile.TemporaryDirectory() as folder:  # refused now, not when a trained student is saved
+                model.config.save_pretrained(folder)
+                families.save_tokenizer(tokenizer, Path(folder))
             if everything or not r.data.prompts.startswith(HUB):
                 prompts = self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
             if everything or not r.data.test.startswith(HUB):

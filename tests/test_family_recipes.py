@@ -159,6 +159,26 @@ def test_a_dry_run_reads_a_model_of_the_hubs_cache_and_asks_nobody(folder, capsy
     assert "not here" not in printed and "model       someone/teacher: llada as llama" in printed
 
 
+def test_a_tokenizer_that_can_not_stand_beside_the_student_is_refused_before_any_work(folder, capsys):
+    """Beside a qwen2 config transformers reads every tokenizer as Qwen2Tokenizer; training used to end with this error."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(FIXTURE.parent / "dream" / name, folder / "teacher" / name)
+    for more in (["--dry-run"], ["--out", "out"]):
+        assert cli.main(["distill", "mini.yaml", *more]) == 2
+        assert "transformers reads this tokenizer as Qwen2Tokenizer, which splits text differently" in capsys.readouterr().err
+    assert not list(folder.glob("out/*"))
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2_moe"])
+def test_all_stages_where_blocks_start_at_position_0(folder, family):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(FIXTURE.parent / family / name, folder / "teacher" / name)
+    block = 4 if family == "sdar" else 32
+    sets = [f"decode.block_length={block}", "decode.max_new_tokens=32", "evaluate.methods=[teacher, student]"]
+    assert cli.main(["distill", "mini.yaml", "--out", "out", *[text for change in sets for text in ("--set", change)]]) == 0
+    assert families.load(folder / "out" / "export").facts.block_origin == "zero"
+
+
 def test_the_ablation_checks_its_inputs_before_any_work(folder, capsys):
     assert cli.main(["ablate", "mini.yaml", "--out", "out", "--set", "decode.max_new_tokens=240"]) == 2
     assert "are 264 positions; the model has 256" in capsys.readouterr().err
