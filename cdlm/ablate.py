@@ -25,13 +25,19 @@ def variant(run: Run, name: str) -> Run:
     return Run(recipe, run.out / "ablation" / name.replace(" ", "-"), run.say, shared_trajectories=run.trajectories)
 
 
-def run(base: Run) -> str:
-    """Train and measure every variant that is not there yet; the table, as markdown, also in <out>/ablation/ablation.md."""
+def check(base: Run) -> None:
+    """A ValueError if the recipe has not all three losses to switch off."""
     if base.recipe.train.objective != "cdlm":
         raise ValueError(f"ablate takes a recipe with train.objective cdlm; this one has {base.recipe.train.objective}")
     missing = [weight for weight in WEIGHTS if not getattr(base.recipe.train, weight)]
     if missing:
         raise ValueError(f"train.{missing[0]} is 0: the ablation has no weight to give it; set one with --set train.{missing[0]}=...")
+
+
+def run(base: Run) -> str:
+    """Train and measure every variant that is not there yet; the table, as markdown, also in <out>/ablation/ablation.md."""
+    check(base)
+    base.check_inputs()
     base.out.mkdir(parents=True, exist_ok=True)
     if base.recipe.trajectories is None and not stages.is_done(base, "collect"):
         stages.collect(base)

@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value, as in train.steps=100")
         command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: runs/<name of the recipe>)")
         command.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
+        command.add_argument("--hardware", metavar="CARD", help="the card of --dry-run's times, as in roofline (default: the recipe's)")
     push = commands.add_parser("push", help="send an exported folder, or that of a recipe, to the Hub")
     push.add_argument("target", type=Path, metavar="FOLDER|RECIPE", help="a model's folder, or a recipe whose export is done")
     push.add_argument("--repo-id", metavar="USER/NAME", help="the repository; made if it is not there (default: the recipe's push.repo_id)")
@@ -75,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--correct-only", action="store_true", help="leave out answers that the file calls wrong")
     roof = commands.add_parser("roofline", help="what decoding would cost on an accelerator, operator by operator")
     roof.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a known shape (an unknown name lists them)")
-    roof.add_argument("--hardware", type=_names, default=["MI300X", "MI355X", "H100", "H200", "B200", "A100"], metavar="A,B", help="cards")
+    cards = ["MI300X", "MI325X", "MI355X", "H100", "H200", "B200", "A100"]
+    roof.add_argument("--hardware", type=_names, default=cards, metavar="A,B", help="cards, in any case (default: all)")
     roof.add_argument("--mode", type=_names, default=["ar", "dlm", "block"], metavar="A,B", help="ar, dlm, block, tidar")
     roof.add_argument("--block", type=int, default=32, help="block length")
     roof.add_argument("--batch", type=int, default=1, help="sequences at a time")
@@ -124,8 +126,13 @@ def _stages(args: argparse.Namespace) -> int:
     from cdlm import plan, stages
 
     run = stages.Run(recipe, out, say=lambda text: print(text, flush=True))
+    if args.hardware is not None and not args.dry_run:
+        raise ValueError("--hardware is the card of a plan's times; it goes with --dry-run (a run takes the recipe's device)")
+    if args.dry_run and args.command == "ablate":
+        print(plan.ablation(run, args.hardware))
+        return 0
     if args.dry_run:
-        print(plan.text(run))
+        print(plan.text(run, stages.STAGES if args.command == "distill" else [args.command], args.hardware))
         return 0
     _check_device(recipe.device)
     _quiet()
@@ -309,8 +316,8 @@ def _roofline(args: argparse.Namespace) -> int:
         raise ValueError(f"--plot {args.plot}: allowed endings: .png, .pdf, .svg")
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'cdlm[report]'")
-    found = [roofline.analyse(shape, roofline.HARDWARE[card], mode, **given) for card in args.hardware for mode in args.mode]
-    size = f"{shape.parameters / 1e9:.2f} G parameters"
+    found = [roofline.analyse(shape, roofline.card(card), mode, **given) for card in args.hardware for mode in args.mode]
+    size = f"{roofline.count(shape.parameters)} parameters"
     print(f"{args.model}: {size}, batch {args.batch}, {args.context} + {args.generate} tokens, blocks of {args.block}")
     print(roofline.table(found))
     for f in found:
@@ -369,6 +376,11 @@ def _generate(args: argparse.Namespace) -> int:
         args.prompt.encode()
     except UnicodeEncodeError:
         raise ValueError("--prompt is not valid UTF-8") from None
+    if not args.prompt.strip():
+        raise ValueError(f"--prompt is {args.prompt!r}; it must hold some text")
+    unknown = data.unknown_text(tokenizer, args.prompt)
+    if unknown:
+        raise ValueError(f"--prompt holds text that the tokenizer of {args.model} does not know: {unknown!r}")
     decoding = DecodeConfig(
         max_new_tokens=budget,
         block_length=next(n for n in (args.block_length, model.facts.block_length, min(32, max(budget, 1))) if n is not None),

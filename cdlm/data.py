@@ -219,6 +219,25 @@ def prompt_ids(tokenizer, prompt: str, *, chat_template: bool) -> list[int]:
 LONG_PROMPTS, LONG_ANSWERS = ("error", "drop"), ("error", "cut", "drop")
 
 
+def unknown_text(tokenizer, text: str) -> str:
+    """The characters of a text that no token stands for, each once: those read as the unknown token, and those that are dropped.
+
+    White space that is dropped does not count: some tokenizers do that on purpose. Where a byte-pair model drops a character it shifts
+    the places of the next ones, so what is lost is looked up alone too.
+    """
+
+    def lost(part: str) -> list[str]:
+        read = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+        gone = [not character.isspace() for character in part]
+        for token, (start, end) in zip(read["input_ids"], read["offset_mapping"], strict=True):
+            gone[start:end] = [token == tokenizer.unk_token_id] * (end - start)
+        return [character for character, is_gone in zip(part, gone, strict=True) if is_gone]
+
+    found = dict.fromkeys(lost(text))
+    alone = [character for character in dict.fromkeys(text) if lost(character)] if found else []
+    return "".join([character for character in found if character in alone] or alone or found)
+
+
 def read_examples(
     source: Path | Sequence[dict[str, Any]], tokenizer, *, prompt_key: str, answer_key: str, group_key: str | None, chat_template: bool,
     max_prompt_tokens: int, max_new_tokens: int, accept_key: str | None = None, limit: int | None = None, what: str = "data",
@@ -241,6 +260,7 @@ def read_examples(
         raise ValueError(f"{what} asks for {limit} rows; {name} has {len(rows)}")
     columns = ", ".join(map(str, rows[0]))
     if accept_key is not None and what == "data.test" and not any(accept_key in row for row in rows):
+        columns = ", ".join(dict.fromkeys(str(key) for row in rows for key in row))
         raise ValueError(f"no row of {name} has {accept_key!r} (data.accept_key); its columns are {columns}")
     examples: list[Example] = []
     counted: Counter[str] = Counter()

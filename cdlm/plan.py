@@ -1,26 +1,50 @@
-"""What a run would do, without doing it: the plan that --dry-run prints. Reads configs and data, loads no weights."""
+"""What a run would do, without doing it: the plan that --dry-run prints. Reads configs and data, loads no weights, and fetches nothing
+for a recipe that has a config.
+
+Times are rough. On a card they come from the roofline (roofline.py), on this CPU from a measured matrix product. Where questions are
+not on this machine the recipe's counts and limits stand for them, which makes the times upper bounds, and the plan says so.
+"""
 
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from cdlm import data, families
+from cdlm import ablate, data, families, roofline
+from cdlm.decode import slots
 from cdlm.recipe import Recipe
-from cdlm.stages import Run, is_done, stages_of
-from cdlm.trajectories import hidden_bytes, read_manifest
+from cdlm.stages import STAGES, Run, is_done, stages_of
+from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
+
+# Share of the bound that a run reaches: kernels reach 75 to 90 % of it, and between them an eager loop waits for launches, for the host
+# that chooses tokens, for the optimiser and for data. An assumption, not a fit; LOG.md says how far it is from published hours.
+EFFICIENCY = 0.5
+# Tokens a step of threshold decoding, teacher or student: published sweeps take 32 to 108 steps for 256 slots (arXiv 2511.19269).
+TOKENS_A_STEP = 4
 
 
-def skeleton(config_path: Path | str) -> Any:
-    """A model without weights, on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+@dataclass(frozen=True)
+class Questions:
+    """What the plan takes of a set of questions: how many, mean prompt tokens, mean slots filled until the block with the end token."""
 
-    if not Path(config_path).is_file():
-        families.read_config(config_path)
-    config = AutoConfig.from_pretrained(config_path, trust_remote_code=False)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    count: int
+    prompt_tokens: float
+    slots: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """`forwards` forwards of `rows` rows, in a mode of the roofline; `passes` as much work each (a backward is one or two more).
+
+    block: length of its blocks where it is not the recipe's.
+    """
+
+    forwards: float
+    rows: int = 1
+    mode: str = "dlm"
+    passes: float = 1.0
+    block: int | None = None
 
 
 def machine_flops(width: int) -> float:
@@ -34,92 +58,195 @@ def machine_flops(width: int) -> float:
     return count * 2 * 2048 * width * 4 * width / (time.perf_counter() - start)
 
 
-def text(run: Run) -> str:
-    """The resolved plan: models, parameters, steps, bytes, forwards, a rough time. Dense-transformer FLOP (2 a parameter and
-    token, 6 with a backward) at half of what a matrix product of that width reaches on this machine."""
-    r: Recipe = run.recipe
-    source = r.path(r.scratch.config) if r.scratch else r.model_path()
-    model = skeleton(source)
-    count, config = sum(p.numel() for p in model.parameters()), model.config
-    tokenizer = _tokenizer(r)
-    budget, block = r.decode.max_new_tokens, r.decode.block_length
-    tests = run.examples(tokenizer, "test", r.evaluate.num_prompts)
-    prompts = tests if r.trajectories else run.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
-    length = _mean_length(prompts) + budget
-    done = {stage: is_done(run, stage) for stage in stages_of(r)}
-    speed = machine_flops(config.hidden_size) / 2
-    per_token = 2.0 * count
-    lines = [
-        f"recipe      {r.name} -> {run.out}",
-        f"model       {source}: {getattr(config, 'model_type', '?')}, {count:,} parameters, {r.dtype}, {r.device}",
-        f"decoding    {budget} tokens in {budget // block} blocks of {block}, confidence > {r.decode.confidence_threshold:g}",
-    ]
-    total = 0.0
+class Plan:
+    """The resolved plan of a run; its stages as lines of text. hardware: a card instead of the recipe's."""
 
-    def stage(name: str, words: str, flop: float) -> None:
-        nonlocal total
-        rough = 0.0 if done.get(name) else flop / speed
-        total += rough
-        lines.append(f"{name:<11} {words}" + (" (done)" if done.get(name) else f", roughly {_clock(rough)}"))
+    def __init__(self, run: Run, hardware: str | None = None):
+        self.run, r = run, run.recipe
+        self.inputs = run.check_inputs(everything=False)
+        self.parameters = sum(p.numel() for p in self.inputs.model.parameters())
+        self.config = self.inputs.model.config
+        self.stored = read_manifest(run.trajectories)["kept"] if r.trajectories else None  # trajectories that a recipe names
+        self.prompts = _questions(r, self.inputs.prompts, r.collect.num_prompts if r.collect else self.stored or r.train.num_examples)
+        self.tests = _questions(r, self.inputs.tests, r.evaluate.num_prompts)
+        card = hardware or r.hardware
+        self.card = roofline.card(card) if card is not None else None
+        self.shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source)) if self.card else None
+        self.speed = machine_flops(self.config.hidden_size) * EFFICIENCY if self.card is None and r.device == "cpu" else None
+        self.total = 0.0
+        # The slots that a teacher fills, and how: as a block diffusion model with a cache if it is one, else over the whole sequence.
+        facts, self.slots, self.teacher = self.inputs.facts, r.decode.max_new_tokens, ("dlm", r.decode.block_length)
+        if facts is not None:
+            self.slots = slots(facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
+            own = teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
+            self.teacher = ("block" if own.block_causal else "dlm", own.block_length)
 
-    rows = 0
-    if r.trajectories:
-        run.check_trajectories(getattr(config, "max_position_embeddings", None))
-        rows = read_manifest(run.trajectories)["kept"]
-        lines.append(f"trajectories {rows} of {run.trajectories}; no teacher is run to make more")
-    if r.collect:
-        c = r.collect
-        rows = len(prompts) * len(c.temperatures)
-        slots = _decoded(prompts, block) if c.stop_at_eos else budget
-        size = hidden_bytes(rows, budget, config.hidden_size)
-        stage(
-            "collect", f"{rows} trajectories ({len(prompts)} prompts x {len(c.temperatures)} temperatures), "
-            f"about {slots:.0f} forwards each, {size / 2**30:.3f} GiB ({size:,} bytes) of hidden rows", rows * slots * length * per_token,
+    def seconds(self, work: Sequence[Work], prompt_tokens: float) -> float | None:
+        """Rough time of some forwards; None without a card to take it from."""
+        d = self.run.recipe.decode
+        out = 0.0
+        for w in work:
+            shape = {"block": w.block or d.block_length, "context": max(1, round(prompt_tokens)), "generate": d.max_new_tokens}
+            if self.card is not None:
+                assert self.shape is not None
+                size = families.DTYPES[self.run.recipe.dtype].itemsize
+                operators = roofline.operators(self.shape, w.mode, batch=w.rows, size=size, **shape)
+                out += w.forwards * w.passes * sum(op.seconds(self.card) for op in operators) / EFFICIENCY
+            elif self.speed is not None:
+                tokens = w.rows * roofline.queries(w.mode, **shape)
+                out += w.forwards * w.passes * tokens * 2.0 * self.parameters / self.speed
+            else:
+                return None
+        return out
+
+    def head(self) -> list[str]:
+        """Recipe, model, decoding, and what was not on this machine."""
+        r, run = self.run.recipe, self.run
+        native = self.inputs.family in ("native", "scratch")
+        kind = self.config.model_type if native else f"{self.inputs.family} as {self.config.model_type}"
+        budget, block = r.decode.max_new_tokens, r.decode.block_length
+        lines = [
+            f"recipe      {r.name} -> {run.out}",
+            f"model       {r.model or self.inputs.source}: {kind}, {self.parameters:,} parameters, {r.dtype}, {r.device}",
+        ]
+        if run.here() is None:
+            lines.append(f"not here    the model; its sizes are those of {self.inputs.source}")
+        for name, read, asked in (
+            ("prompts", self.inputs.prompts, self.prompts.count), ("test", self.inputs.tests, self.tests.count)
+        ):
+            if read is None and not (name == "prompts" and self.stored):
+                value = getattr(r.data, name)
+                what = f"data.{name}, {value}" if data.is_hub(value) else f"the tokenizer for data.{name}, {value}"
+                counted = f"{asked} questions, as the recipe says" if asked else "how many questions the recipe does not say, so none count"
+                lines.append(
+                    f"not here    {what}: {counted}, each with a prompt of {r.data.max_prompt_tokens} tokens and the whole budget"
+                )
+        if self.stored:
+            lines.append(f"trajectories {self.stored} of {run.trajectories}; no teacher is run to make more")
+        lines.append(f"decoding    {budget} tokens in {budget // block} blocks of {block}, confidence > {r.decode.confidence_threshold:g}")
+        return lines
+
+    def stage(self, name: str, run: Run | None = None, label: str = "") -> str:
+        """One stage as a line, its time added to the total."""
+        run = run or self.run
+        of = {"collect": self._collect, "train": self._train, "evaluate": self._evaluate, "export": self._export, "push": self._push}
+        words, work, prompt_tokens = of[name](run)
+        done = is_done(run, name)
+        spent = 0.0 if done else self.seconds(work, prompt_tokens)
+        self.total += spent or 0.0
+        ending = " (done)" if done else "" if spent is None or not work else f", roughly {clock(spent)}"
+        return f"{label or name:<11} {words}{ending}"
+
+    def foot(self) -> str:
+        """The total, and what it rests on."""
+        if self.card is not None:
+            rates = f"{self.card.bf16 / 1e12:.0f} TFLOP/s, {self.card.bandwidth / 1e12:.2f} TB/s"
+            return f"in all      roughly {clock(self.total)} of one {self.card.name} ({rates}) at {EFFICIENCY:.0%} of its roofline"
+        if self.speed is not None:
+            return f"in all      roughly {clock(self.total)} at {self.speed / 1e9:.0f} GFLOP/s"
+        cards = ", ".join(roofline.HARDWARE)
+        return f"in all      no time: device is {self.run.recipe.device}; name a card with --hardware, one of {cards}"
+
+    def _collect(self, run: Run) -> tuple[str, list[Work], float]:
+        c = run.recipe.collect
+        assert c is not None
+        temperatures, prompts = len(c.temperatures), self.prompts
+        rows = prompts.count * temperatures
+        filled = min(prompts.slots, self.slots) if c.stop_at_eos and self.inputs.prompts is not None else self.slots
+        size = hidden_bytes(rows, self.slots, self.config.hidden_size)
+        words = (
+            f"{rows} trajectories ({prompts.count} prompts x {temperatures} temperatures), about {filled:.0f} forwards each, "
+            f"{size / 2**30:.3f} GiB ({size:,} bytes) of hidden rows"
         )
-    t = r.train
-    batch = t.batch_size * t.accumulation
-    of = rows or len(prompts)
-    steps = t.steps or max(1, round((t.epochs or 0) * of / batch))
-    w = t.distill_weight, t.consistency_weight, t.dlm_weight
-    passes = 3.0 if t.objective == "mdlm" else 3.0 * bool(w[0] or w[1]) + bool(w[1]) + 3.0 * bool(w[2])
-    lora = "all parameters" if t.lora is None else f"LoRA rank {t.lora.rank} on {', '.join(t.lora.targets)}"
-    forwards = 1 if t.objective == "mdlm" else bool(w[0] or w[1]) + bool(w[1]) + bool(w[2])
-    stage(
-        "train", f"{t.objective}, {lora}: {steps} steps of {batch} rows ({steps * batch / of:.1f} epochs), {forwards} forwards a step",
-        steps * batch * length * per_token * passes,
-    )
-    e = r.evaluate
-    thresholds = sorted({*e.thresholds, r.decode.confidence_threshold})
-    share = {"teacher": budget if not e.teacher_stops_at_eos else _decoded(tests, block), "teacher_block_causal": _decoded(tests, block)}
-    swept = ("teacher_threshold", "teacher_threshold_stop", "student")
-    passes = sum(share.get(m, 8.0 * (len(thresholds) if m in swept else 1)) for m in e.methods)
-    stage(
-        "evaluate", f"{len(tests)} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in thresholds)}; "
-        f"about {(len(tests) + e.latency_prompts) * passes:.0f} forwards of a row",
-        (len(tests) + e.latency_prompts) * passes * length * per_token,
-    )
-    stage("export", f"{run.exported}, {count * families.DTYPES[r.dtype].itemsize / 2**20:.1f} MiB", 0.0)
-    if r.push:
-        what = "the adapter of the export" if r.push.adapter_only else "the export"
-        stage("push", f"{what} to {r.push.repo_id}{' (private)' if r.push.private else ''}", 0.0)
-    lines.append(f"in all      roughly {_clock(total)} at {speed / 1e9:.0f} GFLOP/s")
-    return "\n".join(lines)
+        mode, block = self.teacher
+        return words, [Work(filled * rows / c.batch_size, c.batch_size, mode, block=block)], prompts.prompt_tokens
+
+    def _train(self, run: Run) -> tuple[str, list[Work], float]:
+        r, t = run.recipe, run.recipe.train
+        batch = t.batch_size * t.accumulation
+        of = self.prompts.count * (len(r.collect.temperatures) if r.collect else 1)
+        steps = t.steps or max(1, round((t.epochs or 0) * of / batch))
+        w = t.distill_weight, t.consistency_weight, t.dlm_weight
+        if t.objective == "cdlm":
+            learning, looking = bool(w[0] or w[1]) + bool(w[2]), bool(w[1])
+        else:
+            learning, looking = 1, False
+        lora = "all parameters" if t.lora is None else f"LoRA rank {t.lora.rank} on {', '.join(t.lora.targets)}"
+        words = (
+            f"{t.objective}, {lora}: {steps} steps of {batch} rows ({steps * batch / of:.1f} epochs), {learning + looking} forwards a step"
+        )
+        backward = 2 if t.lora is None else 1  # frozen weights need no gradient, only what flows through them does
+        passes = learning * (1 + backward) + looking
+        return words, [Work(steps * t.accumulation, t.batch_size, passes=passes)], self.prompts.prompt_tokens
+
+    def _evaluate(self, run: Run) -> tuple[str, list[Work], float]:
+        r, e = run.recipe, run.recipe.evaluate
+        budget, tests = r.decode.max_new_tokens, self.tests
+        thresholds = sorted({*e.thresholds, r.decode.confidence_threshold})
+        few = budget / TOKENS_A_STEP
+        swept = len(thresholds) * few
+        steps = {
+            "teacher": tests.slots if e.teacher_stops_at_eos else budget, "teacher_block_causal": tests.slots, "teacher_threshold": swept,
+            "teacher_threshold_stop": swept, "student": swept, "student_uncached": few,
+            "teacher_truncated": sum(e.truncated_steps) + (few if "student" in e.methods else 0),
+        }
+        cached = ("teacher_block_causal", "student")
+        single = min(e.latency_prompts, tests.count) * e.repeats + min(e.warmup_prompts, tests.count)
+        work = []
+        for method in e.methods:
+            mode, block = ("block", r.decode.block_length) if method in cached else self.teacher
+            if method == "student_uncached":
+                mode, block = "dlm", r.decode.block_length
+            work += [
+                Work(steps[method] * tests.count / e.batch_size, e.batch_size, mode, block=block),
+                Work(steps[method] * single, 1, mode, block=block),
+            ]
+        words = (
+            f"{tests.count} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in thresholds)}; "
+            f"about {sum(w.forwards * w.rows for w in work):.0f} forwards of a row"
+        )
+        return words, work, tests.prompt_tokens
+
+    def _export(self, run: Run) -> tuple[str, list[Work], float]:
+        size = self.parameters * families.DTYPES[run.recipe.dtype].itemsize
+        return f"{run.exported}, {size / 2**20:.1f} MiB", [], 0.0
+
+    def _push(self, run: Run) -> tuple[str, list[Work], float]:
+        asked = run.recipe.push
+        assert asked is not None
+        what = "the adapter of the export" if asked.adapter_only else "the export"
+        return f"{what} to {asked.repo_id}{' (private)' if asked.private else ''}", [], 0.0
 
 
-def _tokenizer(r: Recipe) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer) if r.scratch else r.model_path(), trust_remote_code=False)
-
-
-def _mean_length(examples: list[data.Example]) -> float:
-    return sum(len(e.prompt_ids) for e in examples) / len(examples)
-
-
-def _decoded(examples: list[data.Example], block: int) -> float:
-    """Mean slots that are filled when a row stops after the block with its end token, if it answers as the reference does."""
-    return sum(-(-(len(e.answer_ids) + 1) // block) * block for e in examples) / len(examples)  # an answer that was cut: a block more
+def text(run: Run, stages: Sequence[str] = (*STAGES, "push"), hardware: str | None = None) -> str:
+    """The plan of these stages: models, parameters, steps, bytes, forwards, a rough time."""
+    wanted = [stage for stage in stages if stage in stages_of(run.recipe)]
+    if not wanted:
+        raise ValueError(f"this recipe has no {stages[0]} stage; it has {', '.join(stages_of(run.recipe))}")
+    plan = Plan(run, hardware)
+    return "\n".join([*plan.head(), *(plan.stage(stage) for stage in wanted), plan.foot()])
 
 
-def _clock(seconds: float) -> str:
+def ablation(run: Run, hardware: str | None = None) -> str:
+    """The plan of `cdlm ablate`: one collection, then every variant trained and measured."""
+    ablate.check(run)
+    plan = Plan(run, hardware)
+    lines = [*plan.head(), plan.stage("collect")]
+    for name in ablate.VARIANTS:
+        part = ablate.variant(run, name)
+        lines += [f"ablation    {name} -> {part.out}", plan.stage("train", part, "  train"), plan.stage("evaluate", part, "  evaluate")]
+    return "\n".join([*lines, plan.foot()])
+
+
+def _questions(r: Recipe, read: list[data.Example] | None, asked: int | None) -> Questions:
+    """The questions that were read, or what the recipe says of them: its count, the longest prompt, the whole budget."""
+    if read is None:
+        return Questions(asked or 0, r.data.max_prompt_tokens, r.decode.max_new_tokens)
+    block = r.decode.block_length
+    slots = sum(-(-(len(e.answer_ids) + 1) // block) * block for e in read) / len(read)
+    return Questions(len(read), sum(len(e.prompt_ids) for e in read) / len(read), slots)
+
+
+def clock(seconds: float) -> str:
+    """A duration in the largest unit that fits."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

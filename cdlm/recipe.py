@@ -39,6 +39,7 @@ class Data:
 
     prompt_key, answer_key: a column with text, or with a chat (list of {role, content} or {from, value}): its first user turn is
         the prompt, its first assistant turn the answer.
+    test_answer_key: the answers' column in test, where it has another name there.
     accept_key: the column with a regular expression that every right answer matches, for questions with several.
     long_prompts: what becomes of a prompt of more than max_prompt_tokens: error or drop. long_answers: of an answer that does not
         fit into decode.max_new_tokens: error, cut (to the budget, without an end token) or drop. Both are counted and said.
@@ -49,6 +50,7 @@ class Data:
     prompts: str | None = None
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    test_answer_key: str | None = None
     accept_key: str | None = None
     group_key: str | None = None
     chat_template: bool = True
@@ -180,6 +182,8 @@ class Recipe:
     """All values of a run. Exactly one of model (a folder or a Hub repository) and scratch.
 
     trajectories: a finished folder, by cdlm import or by another run's collect; then there is no collect section and no such stage.
+    config: a copy of the model's config.json, from which --dry-run takes the sizes when the model is not on this machine; a real run
+        refuses a model of other sizes. hardware: the card of --dry-run's estimate, a name of roofline.HARDWARE.
     """
 
     name: str
@@ -193,10 +197,12 @@ class Recipe:
     model: str | None = None
     scratch: Scratch | None = None
     trajectories: str | None = None
+    config: str | None = None
     family: str | None = None
     dtype: str = "float32"
     attention: str = "auto"
     device: str = "cpu"
+    hardware: str | None = None
     seed: int = 0
     folder: Path = field(default=Path("."), metadata={"internal": True})
 
@@ -347,6 +353,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
 
 def check(recipe: Recipe) -> None:
     """Limits and relations between values. Touches only files that the recipe names."""
+    from cdlm import roofline
     from cdlm.data import LONG_ANSWERS, LONG_PROMPTS, is_hub, parse_hub
     from cdlm.families import ATTENTION, DTYPES, FAMILIES
 
@@ -366,6 +373,13 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"name is {r.name!r}; it names a folder under runs/: no '/', and not only dots")
     if r.family is not None:
         one_of("family", r.family, FAMILIES)
+    if r.config is not None:
+        if r.model is None:
+            raise ValueError("config is a copy of the config.json of model; with scratch it is scratch.config")
+        if not r.path(r.config).is_file():
+            raise ValueError(f"config: no file at {r.path(r.config)}")
+    if r.hardware is not None:
+        roofline.card(r.hardware)
     one_of("dtype", r.dtype, DTYPES)
     one_of("attention", r.attention, ATTENTION)
     if r.device == "cpu" and (r.attention == "flex" or (r.attention == "triton" and os.environ.get("TRITON_INTERPRET") != "1")):

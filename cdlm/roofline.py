@@ -49,6 +49,13 @@ HARDWARE = {
 }  # fmt: skip
 
 
+def card(name: str) -> Hardware:
+    """The accelerator of that name, in any case."""
+    if name.upper() not in HARDWARE:
+        raise ValueError(f"unknown hardware {name!r}; allowed: {', '.join(HARDWARE)}")
+    return HARDWARE[name.upper()]
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder by its sizes. experts 0 means dense; with experts, `dense_layers` layers keep a dense MLP of width `intermediate`.
@@ -262,13 +269,16 @@ def analyse(
 
 def check(*, hardware: list[str], modes: list[str], block: int, batch: int, context: int, generate: int, tpf: float) -> None:
     """A ValueError that names the first bad value and what is allowed."""
-    for names, known, what in ((hardware, tuple(HARDWARE), "hardware"), (modes, MODES, "mode")):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(known)}")
+    for name in hardware:
+        card(name)
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; allowed: {', '.join(MODES)}")
     for name, value in (("block", block), ("batch", batch), ("context", context), ("generate", generate)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
+    if block > generate and {"block", "tidar"} & set(modes):
+        raise ValueError(f"block is {block}; it must be at most the tokens generated, {generate}")
     if not 0 < tpf <= block:
         raise ValueError(f"tpf is {tpf}; it must be above 0 and at most the block length, {block}")
 
@@ -307,38 +317,47 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     )  # fmt: skip
 
 
-def _count(value: float, units: tuple[str, ...] = ("", "k", "M", "G", "T", "P")) -> str:
-    for unit in units:
-        if value < 1000 or unit == units[-1]:
-            return f"{value:.3g} {unit}".rstrip() if value < 1000 else f"{value:.0f} {unit}"
+def count(value: float, unit: str = "") -> str:
+    """A number of three digits with a decimal prefix and its unit: 868 k, 8.02 GB."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if value < 999.5 or prefix == "P":
+            return f"{value:.3g} {prefix}{unit}".rstrip()
         value /= 1000
     raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit that leaves three digits: 21.3 ms, 4.56 us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """One line a card and mode."""
     head = (
-        "hardware", "mode", "queries", "FLOP/byte", "ridge", "bound", "ms/forward", "TPF", "tokens/s", "over AR", "memory-bound to batch",
-        "experts", "weights GB", "cache GB", "fits",
+        "hardware", "mode", "queries", "FLOP/byte", "ridge", "bound", "forward", "TPF", "tokens/s", "over AR", "memory-bound to batch",
+        "experts", "weights", "cache", "fits",
     )  # fmt: skip
     lines = [head]
     for f in found:
         batch = f["largest_memory_bound_batch"]
         lines.append((
             f["hardware"], f["mode"], str(f["queries"]), f"{f['intensity']:.1f}", f"{f['ridge']:.0f}", f["bound"],
-            f"{f['seconds_per_forward'] * 1e3:.2f}", f"{f['tpf']:g}", f"{f['tokens_per_second']:.0f}", f"{f['speedup_over_ar']:.2f}",
+            duration(f["seconds_per_forward"]), f"{f['tpf']:g}", f"{f['tokens_per_second']:.0f}", f"{f['speedup_over_ar']:.2f}",
             "any" if batch is None else str(batch), "-" if f["distinct_experts"] is None else f"{f['distinct_experts']:.1f}",
-            f"{f['weight_bytes'] / 1e9:.1f}", f"{f['kv_bytes'] / 1e9:.2f}",
-            f"{'yes' if f['fits'] else 'no'}, of {f['memory_bytes'] / 1e9:.0f}",
+            count(f["weight_bytes"], "B"), count(f["kv_bytes"], "B") if f["kv_bytes"] else "-",
+            f"{'yes' if f['fits'] else 'no'}, of {f['memory_bytes'] / 1e9:.0f} GB",
         ))  # fmt: skip
     return _columns(lines)
 
 
 def operator_table(found: dict[str, Any]) -> str:
     """One line an operator of one card and mode."""
-    lines = [("operator", "FLOP", "bytes", "FLOP/byte", "us", "bound")]
+    lines = [("operator", "FLOP", "bytes", "FLOP/byte", "time", "bound")]
     lines += [
-        (op["name"], _count(op["flop"]), _count(op["bytes"]), f"{op['flop'] / op['bytes']:.1f}", f"{op['seconds'] * 1e6:.1f}", op["bound"])
+        (op["name"], count(op["flop"]), count(op["bytes"]), f"{op['flop'] / op['bytes']:.1f}", duration(op["seconds"]), op["bound"])
         for op in found["operators"]
     ]
     return _columns(lines)

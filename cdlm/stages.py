@@ -12,6 +12,7 @@ Every stage leaves a note of what it was asked to do. A folder that holds the re
 import contextlib
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -26,12 +27,49 @@ from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 
 STAGES = ("collect", "train", "evaluate", "export")
+SIZES = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "first_k_dense_replace",
+)
 DEFAULT_SPLIT = {"prompts": "train", "test": "test"}
 
 
 def stages_of(recipe: Recipe) -> list[str]:
     """The stages that a recipe has, in their order."""
     return [s for s in STAGES if s != "collect" or recipe.collect is not None] + (["push"] if recipe.push is not None else [])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A config.json, by its own path."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {found!r}; it must be an object with named values")
+    return found
+
+
+def agree(found: Any, there: Any, model: str, copy: str) -> None:
+    """Refuse a model whose sizes are not those of the recipe's copy of its config.json."""
+    for name in SIZES:
+        a, b = getattr(found, name, None), getattr(there, name, None)
+        if a != b:
+            raise ValueError(f"{model} has {name} {a!r}; {copy} (the recipe's config) says {b!r}: not the model of this recipe")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from: the model without weights, its family and facts ("scratch" has none yet), where its config was read, and
+    the questions (None: not on this machine)."""
+
+    model: Any
+    family: str
+    facts: families.Facts | None
+    source: Path | str
+    prompts: list[data.Example] | None
+    tests: list[data.Example] | None
 
 
 @dataclass
@@ -79,10 +117,11 @@ class Run:
         """Questions of data.prompts or data.test, read once a run, so that what is said of them is said once."""
         d, source = self.recipe.data, self.source(which)
         long_answers = "cut" if which == "test" and d.long_answers == "drop" else d.long_answers
+        answer_key = (d.test_answer_key if which == "test" else None) or d.answer_key
         if (which, limit) not in self._examples:
             self._examples[which, limit] = data.read_examples(
                 source if isinstance(source, Path) else self.hub(which)[0], tokenizer, name=str(source), say=self.say,
-                prompt_key=d.prompt_key, answer_key=d.answer_key, accept_key=d.accept_key, group_key=d.group_key,
+                prompt_key=d.prompt_key, answer_key=answer_key, accept_key=d.accept_key, group_key=d.group_key,
                 chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, long_prompts=d.long_prompts,
                 max_new_tokens=self.recipe.decode.max_new_tokens, long_answers=long_answers, limit=limit, what=f"data.{which}",
             )
@@ -108,19 +147,45 @@ class Run:
         source = self.source(which)
         return _file_hash(source) if isinstance(source, Path) else str(replace(source, revision=self.hub(which)[1].commit))
 
-    def check_inputs(self) -> None:
-        """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work."""
-        from cdlm.plan import skeleton
+    def here(self) -> Path | None:
+        """The folder on this machine that holds the model: its own, or the Hub's cache; None when it is still to be fetched."""
+        r = self.recipe
+        if r.scratch is not None:
+            return r.path(r.scratch.config).parent
+        place = r.model_path()
+        if isinstance(place, Path):
+            return place
+        from huggingface_hub import try_to_load_from_cache
+
+        if place.count("/") != 1:
+            return None
+        files = [try_to_load_from_cache(place, name) for name in ("config.json", "tokenizer_config.json")]
+        return Path(files[0]).parent if all(isinstance(file, str) for file in files) else None
+
+    def _model_config(self, place: Path | str | None) -> tuple[dict[str, Any], Path | str]:
+        """The model's config.json, and where it was read: at `place`, else from the recipe's copy, else from the Hub."""
+        r = self.recipe
+        if r.scratch is not None:
+            return read_json(r.path(r.scratch.config)), r.path(r.scratch.config)
+        if place is None and r.config is not None:
+            return read_json(r.path(r.config)), r.path(r.config)
+        return families.read_config(place or r.model_path()), place or r.model_path()
+
+    def check_inputs(self, *, everything: bool = True) -> "Inputs":
+        """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work.
+
+        everything: False (a dry run) leaves out what is not on this machine and fetches nothing if the recipe has a config.
+        """
+        from transformers import AutoModelForCausalLM
 
         r = self.recipe
-        model = skeleton(r.path(r.scratch.config) if r.scratch else r.model_path())
-        if r.scratch is None:
-            facts = families.find(config := families.read_config(r.model_path()), r.family).facts(config)
-            tokenizer = self.tokenizer(facts)
-        else:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(r.path(r.scratch.tokenizer), trust_remote_code=False)
+        place = r.model_path() if everything and r.scratch is None else self.here()
+        config, source = self._model_config(place)
+        if r.config is not None and place is not None:
+            agree(self._stock(config), self._stock(read_json(r.path(r.config))), str(r.model), str(r.path(r.config)))
+        facts = None if r.scratch is not None else families.find(config, r.family).facts(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self._stock(config))
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         longest = r.data.max_prompt_tokens + r.decode.max_new_tokens
@@ -130,15 +195,48 @@ class Run:
                 f"data.max_prompt_tokens {r.data.max_prompt_tokens} and decode.max_new_tokens {r.decode.max_new_tokens} are {longest} "
                 f"positions; the model has {room}"
             )
-        if r.scratch is None:
+        if facts is not None:
             trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
-        if r.trajectories is None:
-            self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
-        self.examples(tokenizer, "test", r.evaluate.num_prompts)
         if r.train.lora is not None:
             from cdlm.trainer import match_targets
 
             match_targets(model, r.train.lora.targets)
+        prompts = tests = None
+        if place is not None:
+            tokenizer = self._checked_tokenizer(facts, place)
+            with tempfile.TemporaryDirectory() as folder:  # refused now, not when a trained student is saved
+                model.config.save_pretrained(folder)
+                families.save_tokenizer(tokenizer, Path(folder))
+            if r.data.prompts is not None and r.trajectories is None and (everything or not data.is_hub(r.data.prompts)):
+                prompts = self.examples(tokenizer, "prompts", r.collect.num_prompts if r.collect else r.train.num_examples)
+            if everything or not data.is_hub(r.data.test):
+                tests = self.examples(tokenizer, "test", r.evaluate.num_prompts)
+        family = families.find(config, r.family).NAME if r.scratch is None else "scratch"
+        return Inputs(model, family, facts, source, prompts, tests)
+
+    def _stock(self, config: dict[str, Any]) -> Any:
+        """The stock transformers config of a config.json, be it a family's own or a stock one."""
+        from transformers import AutoConfig
+
+        from cdlm.families import convert
+
+        r = self.recipe
+        if r.scratch is None:
+            module = families.find(config, r.family)
+            if hasattr(module, "entries"):
+                return convert.native_config(config, module, module.facts(config))
+        values = {key: value for key, value in config.items() if key != "transformers_version"}
+        if "model_type" not in values:
+            raise ValueError("config.json has no model_type, which names the stock class")
+        return AutoConfig.for_model(**values)
+
+    def _checked_tokenizer(self, facts: families.Facts | None, place: Path | str) -> Any:
+        if facts is not None:
+            return families.load_tokenizer(place, facts)
+        from transformers import AutoTokenizer
+
+        assert self.recipe.scratch is not None
+        return AutoTokenizer.from_pretrained(self.recipe.path(self.recipe.scratch.tokenizer), trust_remote_code=False)
 
     def check_trajectories(self, room: int | None) -> None:
         """The folder that the recipe names fits the recipe and the model, or one ValueError. room: the positions of the model."""
@@ -188,7 +286,7 @@ def request_of(run: Run, stage: str) -> dict[str, Any]:
 def _request(run: Run, stage: str) -> dict[str, Any]:
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
-    data_keys = {k: v for k, v in r.section("data")["data"].items() if k != "test"}
+    data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key")}
     decode = {k: v for k, v in r.section("decode")["decode"].items() if k != "confidence_threshold"}
     made = {**base, "data": data_keys, **r.section("collect"), "decode": decode}
     if r.data.prompts is not None:
@@ -202,7 +300,7 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": run.data_hash("test")}
-    measured |= {"device": r.device, "attention": r.attention}
+    measured |= {"device": r.device, "attention": r.attention, "test_answer_key": r.data.test_answer_key}
     if stage == "evaluate":
         return measured
     return {**measured, **r.section("export")} if stage == "export" else {**measured, **r.section("export", "push")}
@@ -395,9 +493,15 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         return DiffusionLM(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
-    r = run.recipe
-    student = families.load(run.student, family=base.family, dtype=r.dtype, device=r.device, attention=r.attention)
+    student = _load_saved(run)
     return DiffusionLM(student.hf, base.facts, base.family).eval(), None
+
+
+def _load_saved(run: Run) -> DiffusionLM:
+    """The whole model that training wrote: always in a stock class, whatever format the recipe's model has."""
+    r = run.recipe
+    family = None if r.family is not None and hasattr(families.FAMILIES[r.family], "entries") else r.family
+    return families.load(run.student, family=family, dtype=r.dtype, device=r.device, attention=r.attention)
 
 
 # ---- evaluate --------------------------------------------------------------------------------------------------------
@@ -414,7 +518,7 @@ def evaluate(run: Run) -> None:
         teacher = run.load_teacher()
         student, peft_model = load_student(run, teacher)
     else:
-        teacher = student = families.load(run.student, family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
+        teacher = student = _load_saved(run)
         peft_model = None
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)
@@ -517,7 +621,7 @@ def export(run: Run) -> None:
         facts = families.Facts(**{**asdict(base.facts), "block_length": r.decode.block_length})
         threshold: float | None = r.decode.confidence_threshold
     else:
-        student = families.load(run.student, family=r.family, dtype=r.dtype)
+        student = _load_saved(run)
         tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None
     report_file = run.out / "report.json"
     found = json.loads(report_file.read_text())

@@ -129,6 +129,18 @@ def test_generate_with_bad_input_is_one_line(folder, capsys, arguments, named):
     refused(capsys, ["generate", *arguments, "--prompt", "copy:ab"], *named)
 
 
+@pytest.mark.parametrize(("prompt", "named"), [
+    ("", "--prompt is ''; it must hold some text"),
+    (" \n", "--prompt is ' \\n'; it must hold some text"),
+    ("Ünknown: ab", "--prompt holds text that the tokenizer of teacher does not know: 'Ü '"),
+    ("copy:aQb ZaQ", "does not know: 'Q Z'"),
+    ("日本", "does not know: '日本'"),
+])
+@pytest.mark.parametrize("raw", [[], ["--raw"]])
+def test_generate_refuses_a_prompt_that_it_can_not_read(folder, capsys, prompt, named, raw):
+    refused(capsys, ["generate", "teacher", "--prompt", prompt, "--max-new-tokens", "16", *raw], named)
+
+
 def test_no_command_and_an_unknown_one_end_with_status_2(capsys):
     for arguments in ([], ["nonsense"], ["distill"], ["generate", "folder"]):
         with pytest.raises(SystemExit) as ended:
@@ -144,10 +156,9 @@ def test_a_stage_before_its_time(folder, capsys):
 # ---- dry run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["distill", "collect", "ablate"])
-def test_a_dry_run_says_what_it_would_do_and_writes_nothing(folder, capsys, command):
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(folder, capsys):
     before = snapshot(folder.parent)
-    assert cli.main([command, "mini.yaml", "--out", "out/deep", "--dry-run"]) == 0
+    assert cli.main(["distill", "mini.yaml", "--out", "out/deep", "--dry-run"]) == 0
     assert snapshot(folder.parent) == before and not (folder / "out").exists()
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     parameters = sum(p.numel() for p in families.load("teacher").parameters())

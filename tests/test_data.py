@@ -226,9 +226,10 @@ def test_the_accept_column_may_be_missing_in_a_row(tmp_path, tokenizer):
 
 
 def test_an_accept_column_that_no_test_question_has_is_a_mistake(tmp_path, tokenizer):
-    file = jsonl(tmp_path / "rows.jsonl", [{"task": "copy", "prompt": "ab", "answer": "ab"}])
-    assert len(read(file, tokenizer, accept_key="accept")) == 1  # questions to train on need none
-    with pytest.raises(ValueError, match=r"no row of .*rows\.jsonl has 'accept' .*; its columns are task, prompt, answer"):
+    row = {"task": "copy", "prompt": "ab", "answer": "ab"}
+    file = jsonl(tmp_path / "rows.jsonl", [row, {**row, "accepts": "ab"}, {**row, "note": "-"}])
+    assert len(read(file, tokenizer, accept_key="accept")) == 3  # questions to train on need none
+    with pytest.raises(ValueError, match=r"no row of .*rows\.jsonl has 'accept' .*; its columns are task, prompt, answer, accepts, note$"):
         read(file, tokenizer, accept_key="accept", what="data.test")
 
 
@@ -332,3 +333,37 @@ def test_the_name_of_a_data_set_of_the_hub(value, parts):
 def test_a_data_set_of_the_hub_needs_user_name_and_revision(value):
     with pytest.raises(ValueError, match="is not of the form hub:USER/NAME"):
         data.parse_hub(value, "train")
+
+# ---- text that a tokenizer does not know ------------------------------------------------------------------------------
+
+
+def split_tokenizer(vocabulary: dict[str, int], unk: str | None, pattern: str, behavior: str):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = models.WordLevel(vocabulary, unk_token=unk) if unk else models.BPE(vocabulary, [])
+    found = Tokenizer(model)
+    found.pre_tokenizer = pre_tokenizers.Split(pattern, behavior)
+    return PreTrainedTokenizerFast(tokenizer_object=found, unk_token=unk)
+
+
+def test_unknown_text_is_what_becomes_the_unknown_token(tokenizer):
+    assert data.unknown_text(tokenizer, "sort:k3xw.") == ""
+    assert data.unknown_text(tokenizer, "sort:kQ3Q!") == "Q!"
+
+
+def test_unknown_text_is_what_is_dropped():
+    """A byte-pair model without an unknown token drops what it has no token for, and says nothing."""
+    found = split_tokenizer({"a": 0, "b": 1}, None, " ", "removed")
+    assert found("ab cab", add_special_tokens=False)["input_ids"] == [0, 1, 0, 1]
+    assert data.unknown_text(found, "ab cab") == "c", "a space between words is no loss"
+    assert data.unknown_text(found, "ab ab") == ""
+
+
+def test_a_byte_level_tokenizer_knows_everything():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    found = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert data.unknown_text(PreTrainedTokenizerFast(tokenizer_object=found), "Ünknown 日本 \n🙂") == ""

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -339,3 +340,77 @@ def test_a_model_from_nothing_with_the_small_worlds_files(tmp_path):
         "scratch": {"config": str(TINY / "scratch" / "config.json"), "tokenizer": str(TINY / "tokenizer")},
     })  # fmt: skip
     assert found.scratch.init == "copying" and found.model is None
+
+
+# ---- the recipes of real models ---------------------------------------------------------------------------------------
+
+
+ROOM = ROOT / "recipes"
+# arXiv 2511.19269, section 5 and table of weights: LoRA rank and alpha, learning rate, and the weight of equation 6 times L_g = 256.
+PAPER = {"dream-7b-instruct": (32, 2e-5, 0.01 * 256), "llada-8b-instruct": (64, 1e-5, 0.1 * 256)}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_recipe_of_the_paper_has_its_values(name):
+    r, (rank, rate, weight) = recipe.load(ROOM / f"{name}.yaml"), PAPER[name]
+    t = r.train
+    assert (t.lora.rank, t.lora.alpha, t.learning_rate) == (rank, rank, rate)
+    assert set(t.lora.targets) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert (t.distill_weight, t.consistency_weight, t.dlm_weight) == (1.0, 0.5, pytest.approx(weight))
+    assert (t.scheduler, t.warmup, t.epochs, t.batch_size * t.accumulation) == ("constant_with_warmup", 0.05, 16, 64)
+    assert (r.decode.max_new_tokens, r.decode.block_length, r.decode.confidence_threshold) == (256, 32, 0.9)
+    assert (r.collect.temperatures, r.collect.num_prompts, r.collect.stop_at_eos) == ([0.0, 0.5], 7500, False)
+    assert (r.data.max_prompt_tokens, r.dtype, r.device, r.hardware) == (512, "bfloat16", "cuda", "A100")
+
+
+# mask, end and pad tokens, block length, where blocks start, the shift.
+IDS = {
+    "dream-7b-instruct": (151666, (151643,), 151643, None, "prompt_end", True),
+    "llada-8b-instruct": (126336, (126081,), 126081, None, "prompt_end", False),
+    "sdar-4b-chat": (151669, (151643,), 151643, 4, "zero", False),
+    "llada2-mini": (156895, (156892,), 156892, 32, "zero", False),
+    "fast-dllm-v2-7b": (151665, (151645,), 151643, 32, "zero", True),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_config_beside_a_recipe_states_its_familys_facts(name):
+    from cdlm import families
+
+    r = recipe.load(ROOM / f"{name}.yaml")
+    assert r.path(r.config) == ROOM / name / "config.json"
+    config = json.loads(r.path(r.config).read_text())
+    facts = families.find(config).facts(config)
+    found = facts.mask_token_id, facts.eos_token_ids, facts.pad_token_id, facts.block_length, facts.block_origin, facts.logit_shift
+    assert found == IDS[name]
+    assert facts.block_length in (None, r.decode.block_length)
+
+
+def test_every_config_beside_a_recipe_is_named_by_one():
+    used = {r.path(r.config) for r in map(recipe.load, ROOM.glob("*.yaml")) if r.config}
+    assert used == {ROOM / name / "config.json" for name in IDS}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_real_recipes_header_says_what_is_not_known(name):
+    head = (ROOM / f"{name}.yaml").read_text().split("\nname:")[0]
+    assert f"make distill RECIPE=recipes/{name}.yaml" in head and f"{name}/config.json:" in head
+    assert "Not run here" in head and ("Expected" in head) == (name in PAPER)
+
+
+def test_a_data_set_of_the_hub_is_no_file(tmp_path):
+    value = "hub:openai/gsm8k/main@main:test"
+    assert load(tmp_path, {"data.test": value, "data.prompts": value}).data.test == value
+    with pytest.raises(ValueError, match=r"data\.test: no file at"):
+        load(tmp_path, {"data.test": "hubs/gsm8k.jsonl"})
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"config": "nowhere.json"}, "config: no file at"),
+    ({"config": "rows.jsonl", "model": ..., "scratch": {"config": "rows.jsonl", "tokenizer": "."}, "train.objective": "mdlm"},
+     "config is a copy of the config.json of model; with scratch it is scratch.config"),
+    ({"hardware": "H1000"}, "unknown hardware 'H1000'; allowed: A100, H100"),
+])
+def test_config_and_hardware_are_checked(tmp_path, changes, said):
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path, changes)

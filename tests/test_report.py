@@ -180,12 +180,35 @@ def test_an_accuracy_of_zero_is_a_number():
                               row("student", 0.9, accuracy=0.0, steps=4.0)], 0.9, None)  # fmt: skip
     assert (found["teacher_accuracy"], found["student_accuracy"], found["matched_accuracy"]) == (0.0, 0.0, 0.0)
     assert (found["threshold_steps"], found["student_steps"], found["student_steps_over_threshold_steps"]) == (8.0, 4.0, 0.5)
-    assert report.summary_lines(found)[0].startswith("student 0.0% in 4.0 steps, teacher 0.0% in 64.0: 16.0x fewer steps")
+    assert report.summary_lines(found) == [
+        "student 0.0% in 4.0 steps, teacher 0.0% in 64.0: the student fails, so its steps and seconds are no gain"
+    ]
+
+
+@pytest.mark.parametrize("accuracy, ending", [
+    (0.0, "the student fails, so its steps and seconds are no gain"),
+    (0.44, "the student fails, so its steps and seconds are no gain"),  # under half of 0.9
+    (0.45, "64.0x fewer steps, 45.0 points of accuracy lost"),
+    (0.9, "64.0x fewer steps, no accuracy lost"),
+    (0.93, "64.0x fewer steps, 3.0 points of accuracy won"),
+])  # fmt: skip
+def test_a_gain_is_never_claimed_without_what_it_cost(accuracy, ending):
+    """A student that answers at once and wrongly takes one step: 64 / 1 = 64 times fewer, and that is no success."""
+    rows = [row("teacher", accuracy=0.9, steps=64.0), row("teacher_threshold", 0.9, accuracy=0.9, steps=8.0),
+            row("teacher_truncated", 1.0, accuracy=0.1, steps=1.0), row("student", 0.9, accuracy=accuracy, steps=1.0)]  # fmt: skip
+    lines = report.summary_lines(report.summarise(rows, 0.9, 1.0))
+    assert lines[:2] == [f"student {accuracy:.1%} in 1 step, teacher 90.0% in 64.0: {ending}", "the teacher cut to 1 step: 10.0%"]
+    assert len(lines) == (2 if "fails" in ending else 3), "a student that fails is not compared with threshold decoding"
+
+
+def test_a_student_that_gets_nothing_right_is_named_without_a_teacher():
+    found = report.summarise([row("student", 0.9, accuracy=0.0, steps=1.0)], 0.9, None)
+    assert report.summary_lines(found) == ["student 0.0% in 1 step: the student fails"]
 
 
 def test_summary_lines():
     assert report.summary_lines(report.summarise(results(), 0.9, 4.0)) == [
-        "student 80.0% in 4.0 steps, teacher 90.0% in 64.0: 16.0x fewer steps, 12.0x lower latency",
+        "student 80.0% in 4.0 steps, teacher 90.0% in 64.0: 16.0x fewer steps, 12.0x lower latency, 10.0 points of accuracy lost",
         "the teacher cut to 4 steps: 30.0%",
         "at 80.0%: student 4.00 steps, training-free threshold decoding of the teacher 8.00: 0.50 of them",
         "at 80.0%: student 4.00 steps, training-free threshold decoding of the teacher, with the student's stop rule 5.00: "
@@ -246,19 +269,19 @@ def test_table():
     lines = report.table([row("student", 0.9, accuracy=0.805, steps=4.0, latency={"median": 0.1, "p90": 0.25}, tps=151.6),
                           row("teacher", accuracy=1.0, steps=64.0)])  # fmt: skip
     assert lines == [
-        ["student, cached", "0.9", "80.5%", "4.0", "1.0", "4.0", "20.0", "5.00", "0.1000", "0.2500", "152", "10"],
-        ["teacher, 1 token a step", "", "100.0%", "64.0", "1.0", "64.0", "20.0", "0.31", "", "", "", "10"],
+        ["student, cached", "0.9", "80.5%", "4.0", "1.0", "4.0", "20.0", "5.00", "0.1000", "0.2500", "152", "4", "10"],
+        ["teacher, 1 token a step", "", "100.0%", "64.0", "1.0", "64.0", "20.0", "0.31", "", "", "", "", "10"],
     ]
     assert all(len(line) == len(report.COLUMNS) for line in lines)
 
 
 def test_markdown_table():
     text = report.markdown_table(report.table([r for r in results() if r["task"] == "all"][:2])).split("\n")
-    assert text[0] == "| method | parameter | accuracy | steps | commit | forwards | tokens | TPF | median s | p90 s | TPS | n |"
-    assert text[1] == "|---|" + "---:|" * 11
+    assert text[0] == "| method | parameter | accuracy | steps | commit | forwards | tokens | TPF | median s | p90 s | TPS | timed | n |"
+    assert text[1] == "|---|" + "---:|" * 12
     assert text[2].startswith("| teacher, 1 token a step |  | 90.0% | 64.0 |")
     assert text[3].startswith("| teacher, cut to few steps | 4 | 30.0% | 4.0 |")
-    assert len(text) == 4 and {line.count("|") for line in text} == {13}
+    assert len(text) == 4 and {line.count("|") for line in text} == {14}
 
 
 def test_write_puts_report_json_last(tmp_path, monkeypatch):

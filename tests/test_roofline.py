@@ -128,6 +128,47 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     assert (tmp_path / "b" / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_block_that_no_mode_uses_is_not_looked_at(capsys):
+    assert cli.main(["roofline", "llada-8b", "--hardware", "H100", "--mode", "ar,dlm", "--generate", "16"]) == 0
+
+
+def test_a_card_in_any_case_is_the_same_card(capsys):
+    printed = []
+    for cards in ("mi325x,h100", "MI325X,H100", "Mi325x,h100"):
+        assert cli.main(["roofline", "llada-8b", "--hardware", cards, "--mode", "ar"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1 and "MI325X " in printed[0]
+
+
+def test_every_card_is_shown_unless_some_are_named(capsys):
+    assert cli.main(["roofline", "llada-8b", "--mode", "ar"]) == 0
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert sorted(shown) == sorted(roofline.HARDWARE)
+
+
+@pytest.mark.parametrize("value, text", [
+    (0, "0"), (7, "7"), (999.4, "999"), (999.6, "1 k"), (867_600, "868 k"), (8.02e9, "8.02 G"), (1.6e10, "16 G"), (2e18, "2e+03 P"),
+])
+def test_numbers_have_three_digits_and_a_prefix(value, text):
+    assert roofline.count(value) == text
+    assert roofline.count(value, "B") == (text + "B" if text[-1].isalpha() else f"{text} B")
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (1.5, "1.5 s"), (0.00298, "2.98 ms"), (5.453e-7, "545 ns"), (1.37e-6, "1.37 us"), (0.9996, "1 s"), (9.996e-4, "1 ms"),
+])
+def test_durations_have_a_unit_that_leaves_digits(seconds, text):
+    assert roofline.duration(seconds) == text
+
+
+def test_a_small_model_is_not_printed_as_zero(capsys):
+    """The small world's teacher: 866,816 weights in matrices, in 16 bits 1.7 MB, less than a microsecond a forward."""
+    assert cli.main(["roofline", str(TINY / "teacher"), "--hardware", "H100", "--mode", "ar,block", "--generate", "64", "--operators"]) == 0
+    printed = capsys.readouterr().out
+    assert "867 k parameters" in printed and "1.73 MB" in printed and "862 ns" in printed
+    assert not any(cell in printed for cell in ("0.00 ", " 0.0 ", " 0.00\n"))
+
+
 def test_a_folder_is_read(capsys):
     assert cli.main(["roofline", str(TINY / "teacher"), "--hardware", "H100", "--mode", "ar"]) == 0
     assert "H100" in capsys.readouterr().out
@@ -139,6 +180,8 @@ def test_a_folder_is_read(capsys):
     (["llada-9b"], "no model 'llada-9b': neither a file or folder here nor one of llada-8b"),
     (["llada-8b", "--batch", "0"], "batch is 0; it must be at least 1"),
     (["llada-8b", "--tpf", "33"], "tpf is 33.0; it must be above 0 and at most the block length, 32"),
+    (["llada-8b", "--block", "512"], "block is 512; it must be at most the tokens generated, 256"),
+    (["llada-8b", "--generate", "16"], "block is 32; it must be at most the tokens generated, 16"),
     (["llada-8b", "--plot", "x.txt"], "--plot x.txt: allowed endings: .png, .pdf, .svg"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(arguments, said, capsys):

@@ -10,7 +10,7 @@ import torch
 from cdlm.evaluate.run import Measured, result
 from cdlm.trajectories import versions
 
-COLUMNS = ("method", "parameter", "accuracy", "steps", "commit", "forwards", "tokens", "TPF", "median s", "p90 s", "TPS", "n")
+COLUMNS = ("method", "parameter", "accuracy", "steps", "commit", "forwards", "tokens", "TPF", "median s", "p90 s", "TPS", "timed", "n")
 TITLES = {
     "teacher": "teacher, 1 token a step",
     "teacher_truncated": "teacher, cut to few steps",
@@ -121,7 +121,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['accuracy']:.1%}", f"{row['steps']:.1f}", f"{row['commit_forwards']:.1f}", f"{row['forwards']:.1f}",
         f"{row['output_tokens']:.1f}", f"{row['tpf']:.2f}",
         f"{latency['median']:.4f}" if latency else "", f"{latency['p90']:.4f}" if latency else "",
-        f"{row['tps']:.0f}" if row["tps"] else "", str(row["n"]),
+        f"{row['tps']:.0f}" if row["tps"] else "", str(row["latency_n"] or ""), str(row["n"]),
     ]
 
 
@@ -138,26 +138,40 @@ def markdown_table(rows: list[list[str]]) -> str:
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
-    """The claims as sentences; those without numbers are left out."""
+    """The claims as sentences; those without numbers are left out. What is lost in accuracy stands beside what is won in steps, and of
+    a student that has failed (under half of the teacher's accuracy, or none right) no gain in steps or time is claimed."""
     s, lines = summary, []
-    if s["teacher_accuracy"] is not None and s["student_accuracy"] is not None:
+    teacher, student = s["teacher_accuracy"], s["student_accuracy"]
+    failed = student is not None and (student == 0 or (teacher is not None and student < teacher / 2))
+    if teacher is not None and student is not None:
+        gains = [f"{s['step_reduction']:.1f}x fewer steps"]
+        if s["latency_speedup"]:
+            gains.append(f"{s['latency_speedup']:.1f}x lower latency")
+        lost = round(100 * (teacher - student), 1)
+        gains.append(f"{abs(lost):.1f} points of accuracy {'lost' if lost > 0 else 'won'}" if lost else "no accuracy lost")
         lines.append(
-            f"student {s['student_accuracy']:.1%} in {s['student_steps_at_threshold']:.1f} steps, "
-            f"teacher {s['teacher_accuracy']:.1%} in {s['teacher_steps']:.1f}: {s['step_reduction']:.1f}x fewer steps"
-            + (f", {s['latency_speedup']:.1f}x lower latency" if s["latency_speedup"] else "")
+            f"student {student:.1%} in {_steps(s['student_steps_at_threshold'], 1)}, teacher {teacher:.1%} in {s['teacher_steps']:.1f}: "
+            + ("the student fails, so its steps and seconds are no gain" if failed else ", ".join(gains))
         )
-    elif s["teacher_accuracy"] is not None:
-        lines.append(f"teacher {s['teacher_accuracy']:.1%} in {s['teacher_steps']:.1f} steps")
+    elif teacher is not None:
+        lines.append(f"teacher {teacher:.1%} in {_steps(s['teacher_steps'], 1)}")
+    elif failed:
+        lines.append(f"student {student:.1%} in {_steps(s['student_steps_at_threshold'], 1)}: the student fails")
     if s["truncated_accuracy"] is not None:
-        lines.append(f"the teacher cut to {s['truncated_steps']:.0f} steps: {s['truncated_accuracy']:.1%}")
+        lines.append(f"the teacher cut to {_steps(s['truncated_steps'], 0)}: {s['truncated_accuracy']:.1%}")
     for suffix, words in (("", ""), ("_same_stop", ", with the student's stop rule")):
-        if s.get(f"student_steps_over_threshold_steps{suffix}") is not None:
+        if s.get(f"student_steps_over_threshold_steps{suffix}") is not None and not failed:
             lines.append(
-                f"at {s[f'matched_accuracy{suffix}']:.1%}: student {s[f'student_steps{suffix}']:.2f} steps, training-free threshold "
+                f"at {s[f'matched_accuracy{suffix}']:.1%}: student {_steps(s[f'student_steps{suffix}'], 2)}, training-free threshold "
                 f"decoding of the teacher{words} {s[f'threshold_steps{suffix}']:.2f}: "
                 f"{s[f'student_steps_over_threshold_steps{suffix}']:.2f} of them"
             )
     return lines
+
+
+def _steps(number: float, digits: int) -> str:
+    """A number of steps with its noun: 3.1 steps, 1 step."""
+    return "1 step" if number == 1 else f"{number:.{digits}f} steps"
 
 
 def write(report: dict[str, Any], folder: Path, title: str) -> None:
@@ -167,7 +181,8 @@ def write(report: dict[str, Any], folder: Path, title: str) -> None:
     parts += [
         "Steps are refinement forwards. With the cache a finished block is committed by the forward that takes the first step "
         "in the next block, so forwards is not steps + commit. Tokens run up to and with the end-of-sequence token. Accuracy "
-        f"and steps at batch {report['results'][0]['batch']}, latency at batch 1 with all methods interleaved.", "",
+        f"and steps over n questions at batch {report['results'][0]['batch']}, latency at batch 1 over the timed ones, with all methods "
+        "interleaved.", "",
     ]
     for task in ["all", *tasks]:
         parts += [f"## {task}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
