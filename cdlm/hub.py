@@ -64,13 +64,14 @@ def save(
 def card(
     name: str, *, report: dict[str, Any] | None, base_model: str | None, license: str, tags: list[str], datasets: list[str],
     decode: dict[str, Any], table: str, lines: list[str], has_decoder: bool = True,
+    objective: str = "cdlm",
 ) -> str:
     """The model card, made from report.json: front matter with model-index, what was measured, and code that runs."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results = []
     for row in (report or {}).get("results", []):
-        own = ("student", decode["confidence_threshold"]) if has_decoder else ("teacher", None)
+        own = ("student", decode["confidence_threshold"]) if has_decoder else ("autoregressive" if objective == "ar" else "teacher", None)
         if (row["method"], row["parameter"]) == own:
             for kind, value in (("accuracy", row["accuracy"]), ("tokens_per_forward", row["tpf"]), ("steps", row["steps"])):
                 results.append(EvalResult(
@@ -93,9 +94,12 @@ out = model.generate(**inputs, custom_generate=folder, trust_remote_code=True)
 print(tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```"""
     measured = "\n".join(f"- {line}" for line in lines) + "\n\n" + table if lines else "Not measured yet."
+    trained = {
+        "cdlm": "with consistency distillation (CDLM, arXiv 2511.19269)", "bd3lm": "with the loss of block diffusion (BD3-LM, arXiv 2503.09573)",
+    }  # fmt: skip
     if has_decoder:
         what = f"""A block diffusion language model: answers are filled block by block, {decode['block_length']} slots each, many slots a
-step, with an exact block key-value cache. Trained with consistency distillation (CDLM, arXiv 2511.19269) by `cdlm`."""
+step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm`."""
         use = f"""`custom_generate/generate.py` in this folder is the decoder, one file of torch and transformers.
 `trust_remote_code=True` runs it, and nothing else.
 
@@ -103,6 +107,9 @@ step, with an exact block key-value cache. Trained with consistency distillation
 
 Arguments besides transformers' own: `max_new_tokens` ({decode['max_new_tokens']}), `block_length` ({decode['block_length']}),
 `confidence_threshold` ({decode['confidence_threshold']}). Decoding is greedy."""
+    elif objective == "ar":
+        what = "An autoregressive language model, trained by `cdlm`; it may be made a block diffusion model (family causal, objective bd3lm)."
+        use = "It loads and generates with stock transformers: `AutoModelForCausalLM.from_pretrained(FOLDER).generate(...)`."
     else:
         what = "A masked diffusion language model with full attention, trained by `cdlm` with the loss of arXiv 2502.09992."
         budget = decode["max_new_tokens"]

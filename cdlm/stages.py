@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ import torch
 
 from cdlm import data, families, trajectories
 from cdlm.decode import DecodeConfig, changed
+from cdlm.families import native
 from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 
 STAGES = ("collect", "train", "evaluate", "export")
+BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
+AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
 
 
 @dataclass
@@ -55,7 +58,8 @@ class Run:
             from cdlm.families import scratch
 
             model = scratch.build(
-                r.path(r.scratch.config), r.path(r.scratch.tokenizer), init=r.scratch.init, seed=r.seed, dtype=families.DTYPES[r.dtype]
+                r.path(r.scratch.config), r.path(r.scratch.tokenizer), init=r.scratch.init, seed=r.seed, dtype=families.DTYPES[r.dtype],
+                **(AUTOREGRESSIVE if r.train.objective == "ar" else {}),
             ).to(r.device)
             families.set_attention(model.hf, r.attention, r.device)
             return model
@@ -82,8 +86,14 @@ class Run:
         r = self.recipe
         model = skeleton(r.path(r.scratch.config) if r.scratch else r.model_path())
         if r.scratch is None:
-            facts = families.find(config := families.read_config(r.model_path()), r.family).facts(config)
+            config = families.read_config(r.model_path())
+            facts = families.facts_of(r.model_path(), config, families.find(config, r.family))
             tokenizer = self.tokenizer(facts)
+            for asked_by, asked in (("objective ar", r.train.objective == "ar"), (
+                "evaluate.methods autoregressive", "autoregressive" in (r.evaluate.methods or ()) and r.train.objective != "ar"
+            )):  # fmt: skip
+                if asked:
+                    autoregressive(facts, asked_by)
         else:
             from transformers import AutoTokenizer
 
@@ -211,7 +221,7 @@ def train(run: Run) -> None:
         head = _frozen_copy(model.head)
     else:
         examples = run.examples(tokenizer, "prompts", t.num_examples)
-        dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed)
+        dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed, r.decode.block_length if t.objective == "bd3lm" else None)
         lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
         head = None
     if len(dataset) < t.batch_size:
@@ -236,6 +246,7 @@ def train(run: Run) -> None:
         output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
         distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight or 0.0,
         noise_floor=t.noise_floor, noise_first_cap=t.noise_first_cap, noise_ramp=t.noise_ramp,
+        complementary=t.complementary,
         learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
         warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
         per_device_train_batch_size=t.batch_size, gradient_accumulation_steps=t.accumulation,
@@ -244,7 +255,8 @@ def train(run: Run) -> None:
         use_cpu=r.device == "cpu", dataloader_pin_memory=False, disable_tqdm=True, dataloader_drop_last=True,
     )
     trainer = training.CDLMTrainer(
-        model, args, dataset, training.Collator(model, r.decode.max_new_tokens), teacher_head=head, lengths=lengths,
+        model, args, dataset,
+        training.Collator(model, r.decode.max_new_tokens, {"bd3lm": r.decode.block_length, "ar": 1}.get(t.objective)), teacher_head=head, lengths=lengths,
         peft_model=peft_model, callbacks=[_progress(run, steps)],
     )
     from transformers.trainer_callback import PrinterCallback
@@ -266,6 +278,13 @@ def train(run: Run) -> None:
     _note_log(run, history)
     _save_student(run, model, tokenizer, peft_model, request)
     shutil.rmtree(checkpoints)
+
+
+def autoregressive(facts: families.Facts, asked_by: str) -> None:
+    """A ValueError unless blocks of one token are next-token prediction for a model with these facts."""
+    wrong = {name: getattr(facts, name) for name, value in AUTOREGRESSIVE.items() if getattr(facts, name) != value}
+    if wrong:
+        raise ValueError(f"{asked_by} needs a causal model with shifted logits (family causal); this one has {wrong}")
 
 
 def _frozen_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -307,6 +326,7 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
     if peft_model is not None:
         peft_model.save_pretrained(partial)
     else:
+        native.state(model.hf.config, trained_facts(run.recipe, model.facts))
         model.hf.save_pretrained(partial)
         families.save_tokenizer(tokenizer, partial)
     trajectories.write_json(partial / "request.json", request)
@@ -318,6 +338,14 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
     partial.replace(run.student)
 
 
+def trained_facts(recipe: Recipe, start: families.Facts) -> families.Facts:
+    """Facts of the trained model. mdlm trains under full attention; the others fix the length of blocks (ar: 1)."""
+    objective = recipe.train.objective
+    if objective == "mdlm":
+        return replace(start, block_length=None, prompt_attention="bidirectional")
+    return replace(start, block_length=1 if objective == "ar" else recipe.decode.block_length)
+
+
 def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
     """The trained model, and the PeftModel around it when it is an adapter on `base` (which is then changed in place)."""
     if (run.student / "adapter_config.json").is_file():
@@ -326,8 +354,7 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         return DiffusionLM(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
     r = run.recipe
-    student = families.load(run.student, family=base.family, dtype=r.dtype, device=r.device, attention=r.attention)
-    return DiffusionLM(student.hf, base.facts, base.family).eval(), None
+    return families.load(run.student, dtype=r.dtype, device=r.device, attention=r.attention), None
 
 
 # ---- evaluate --------------------------------------------------------------------------------------------------------
@@ -340,12 +367,13 @@ def evaluate(run: Run) -> None:
     from cdlm.evaluate.run import run as run_methods
 
     r, e = run.recipe, run.recipe.evaluate
-    if r.train.objective == "cdlm":
+    if r.train.objective in BLOCKWISE:
         teacher = run.load_teacher()
         student, peft_model = load_student(run, teacher)
     else:
-        teacher = student = families.load(run.student, family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
+        teacher = student = families.load(run.student, dtype=r.dtype, device=r.device, attention=r.attention)
         peft_model = None
+    assert e.methods is not None
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)
 
@@ -373,6 +401,10 @@ def evaluate(run: Run) -> None:
             ]
         if name == "teacher_block_causal":
             return [Method(name, None, changed(own, tokens_per_step=1), teacher, teacher_weights)]
+        if name == "autoregressive":
+            return [Method(name, None, DecodeConfig(r.decode.max_new_tokens, 1, tokens_per_step=1), teacher, teacher_weights)]
+        if name == "student_sequential":
+            return [Method(name, None, changed(own, tokens_per_step=1), student, contextlib.nullcontext)]
         if name == "student":
             return [
                 Method(name, t, changed(own, confidence_threshold=t), student, contextlib.nullcontext) for t in thresholds
@@ -436,7 +468,7 @@ def export(run: Run) -> None:
     from cdlm.evaluate import report
 
     r = run.recipe
-    if r.train.objective == "cdlm":
+    if r.train.objective in BLOCKWISE:
         base = run.load_teacher()
         student, peft_model = load_student(run, base)
         tokenizer = run.tokenizer(base.facts)
@@ -444,10 +476,10 @@ def export(run: Run) -> None:
             probe = run.examples(tokenizer, "test", 1)[0]
             ids = torch.tensor([probe.prompt_ids + probe.answer_ids], device=base.device)
             student = DiffusionLM(hub.merge_lora(peft_model, ids), base.facts, base.family)
-        facts = families.Facts(**{**asdict(base.facts), "block_length": r.decode.block_length})
+        facts = trained_facts(r, base.facts)
         threshold: float | None = r.decode.confidence_threshold
     else:
-        student = families.load(run.student, family=r.family, dtype=r.dtype)
+        student = families.load(run.student, dtype=r.dtype)
         tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None
     found = json.loads((run.out / "report.json").read_text())
     rows = [row for row in found["results"] if row["task"] == "all"]
@@ -455,6 +487,7 @@ def export(run: Run) -> None:
         r.name, report=found, base_model=r.export.base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
         decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
         lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None,
+        objective=r.train.objective,
     )
     trajectories.write_json(run.out / "export.request.json", request_of(run, "export"))
     hub.save(

@@ -2,7 +2,8 @@
 
 The file of a family offers NAME, `matches(config)` and `facts(config)`, with `config` the parsed config.json. A family whose files have
 names of their own also offers NATIVE, the model_type of the stock class that computes the same, `native_config(config)` and
-`entries(config)`, its key map.
+`entries(config)`, its key map. One whose facts do not stand in config.json alone offers `facts_of(path, config)`, one that changes a
+loaded model `prepare(hf, facts, path)`.
 """
 
 import json
@@ -14,17 +15,17 @@ import torch
 from safetensors import SafetensorError
 
 from cdlm import attention as attending
-from cdlm.families import dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
+from cdlm.families import causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
 from cdlm.families.base import DiffusionLM, Facts
 
 FAMILIES: dict[str, ModuleType] = {
-    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe)
+    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, causal)
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("auto", *attending.BACKENDS)
 
 __all__ = [
-    "ATTENTION", "DTYPES", "FAMILIES", "DiffusionLM", "Facts", "find", "load", "load_tokenizer", "read_config", "save_tokenizer",
+    "ATTENTION", "DTYPES", "FAMILIES", "DiffusionLM", "Facts", "facts_of", "find", "load", "load_tokenizer", "read_config", "save_tokenizer",
     "set_attention",
 ]  # fmt: skip
 
@@ -63,7 +64,13 @@ def find(config: dict[str, Any], family: str | None = None) -> ModuleType:
     raise ValueError(
         f"no family recognises model_type {config.get('model_type')!r}; known: {', '.join(sorted(FAMILIES))}. "
         "Name one with family= if you know that it fits."
+        + (" This architecture is a stock causal LM: family causal makes a diffusion LM of it." if causal.is_stock(config) else "")
     )
+
+
+def facts_of(path_or_id: str | Path, config: dict[str, Any], module: ModuleType) -> Facts:
+    """The facts of a checkpoint: from config.json, for families with `facts_of` from what stands beside it too."""
+    return module.facts_of(path_or_id, config) if hasattr(module, "facts_of") else module.facts(config)
 
 
 def load(
@@ -86,7 +93,7 @@ def load(
         dtype = DTYPES[dtype]
     config = read_config(path_or_id)
     module = find(config, family)
-    facts = module.facts(config)
+    facts = facts_of(path_or_id, config, module)
     if hasattr(module, "entries"):
         from cdlm.families import convert
 
@@ -96,6 +103,8 @@ def load(
             hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
         except SafetensorError as error:
             raise ValueError(f"the weights at {path_or_id} can't be read: {error}") from None
+    if hasattr(module, "prepare"):
+        module.prepare(hf, facts, path_or_id)
     set_attention(hf, attention, device)
     return DiffusionLM(hf.to(device), facts, module.NAME).eval()
 
@@ -136,10 +145,15 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def load_tokenizer(path_or_id: str | Path, facts: Facts):
-    """The tokenizer of a checkpoint, padding on the left, checked against the checkpoint's facts."""
+    """The tokenizer of a checkpoint, padding on the left, checked against the checkpoint's facts.
+
+    A mask token that family causal added to the model is added here too.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left", trust_remote_code=False)
+    if tokenizer.mask_token_id is None and facts.mask_token_id == len(tokenizer):
+        causal.add_mask(tokenizer)
     for name, stated in (("mask", facts.mask_token_id), ("pad", facts.pad_token_id)):
         found = getattr(tokenizer, f"{name}_token_id")
         if found is not None and found != stated:
