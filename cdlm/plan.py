@@ -77,16 +77,19 @@ def text(run: Run) -> str:
     of = rows or len(prompts)
     steps = t.steps or max(1, round((t.epochs or 0) * of / batch))
     w = t.distill_weight, t.consistency_weight, t.dlm_weight
-    passes = 3.0 if t.objective == "mdlm" else 3.0 * bool(w[0] or w[1]) + bool(w[1]) + 3.0 * bool(w[2])
+    views = 1 + t.complementary
+    passes = 3.0 * views if t.objective != "cdlm" else 3.0 * bool(w[0] or w[1]) + bool(w[1]) + 3.0 * bool(w[2])
     lora = "all parameters" if t.lora is None else f"LoRA rank {t.lora.rank} on {', '.join(t.lora.targets)}"
-    forwards = 1 if t.objective == "mdlm" else bool(w[0] or w[1]) + bool(w[1]) + bool(w[2])
+    forwards = views if t.objective != "cdlm" else bool(w[0] or w[1]) + bool(w[1]) + bool(w[2])
     stage(
         "train", f"{t.objective}, {lora}: {steps} steps of {batch} rows ({steps * batch / of:.1f} epochs), {forwards} forwards a step",
-        steps * batch * length * per_token * passes,
+        steps * batch * (length + budget * (t.objective == "bd3lm")) * per_token * passes,
     )
     e = r.evaluate
+    assert e.methods is not None
     thresholds = sorted({*e.thresholds, r.decode.confidence_threshold})
     share = {"teacher": budget if not e.teacher_stops_at_eos else _decoded(tests, block), "teacher_block_causal": _decoded(tests, block)}
+    share |= {"autoregressive": _decoded(tests, 1), "student_sequential": _decoded(tests, block)}
     swept = ("teacher_threshold", "teacher_threshold_stop", "student")
     passes = sum(share.get(m, 8.0 * (len(thresholds) if m in swept else 1)) for m in e.methods)
     stage(
