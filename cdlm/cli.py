@@ -295,9 +295,10 @@ def _generate(args: argparse.Namespace) -> int:
         args.prompt.encode()
     except UnicodeEncodeError:
         raise ValueError("--prompt is not valid UTF-8") from None
+    usual = 1 if causal else min(32, max(budget, 1))  # a causal model that does not say otherwise writes one token after another
     decoding = DecodeConfig(
         max_new_tokens=budget,
-        block_length=next(n for n in (args.block_length, model.facts.block_length, 1 if causal else min(32, max(budget, 1))) if n is not None),
+        block_length=next(n for n in (args.block_length, model.facts.block_length, usual) if n is not None),
         confidence_threshold=threshold, tokens_per_step=args.tokens_per_step, block_causal=block_causal, use_cache=block_causal,
         temperature=args.temperature,
     )

@@ -77,9 +77,10 @@ def card(
                 results.append(EvalResult(
                     task_type="text-generation", dataset_type=row["task"], dataset_name=row["task"], metric_type=kind, metric_value=value,
                 ))
+    kind = [] if objective == "ar" else ["diffusion", "block-diffusion", "custom_generate"] if has_decoder else ["diffusion"]
     front = ModelCardData(
         license=license, base_model=base_model, base_model_relation="finetune" if base_model else None, library_name="transformers",
-        pipeline_tag="text-generation", tags=["cdlm", "diffusion", *(["block-diffusion", "custom_generate"] if has_decoder else []), *tags],
+        pipeline_tag="text-generation", tags=["cdlm", *kind, *tags],
         datasets=datasets or None, model_name=name, eval_results=results or None,
     )
     usage = """```python
@@ -95,8 +96,9 @@ print(tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_token
 ```"""
     measured = "\n".join(f"- {line}" for line in lines) + "\n\n" + table if lines else "Not measured yet."
     trained = {
-        "cdlm": "with consistency distillation (CDLM, arXiv 2511.19269)", "bd3lm": "with the loss of block diffusion (BD3-LM, arXiv 2503.09573)",
-    }  # fmt: skip
+        "cdlm": "with consistency distillation (CDLM, arXiv 2511.19269)",
+        "bd3lm": "with the loss of block diffusion (BD3-LM, arXiv 2503.09573)",
+    }
     if has_decoder:
         what = f"""A block diffusion language model: answers are filled block by block, {decode['block_length']} slots each, many slots a
 step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm`."""
@@ -108,7 +110,7 @@ step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm
 Arguments besides transformers' own: `max_new_tokens` ({decode['max_new_tokens']}), `block_length` ({decode['block_length']}),
 `confidence_threshold` ({decode['confidence_threshold']}). Decoding is greedy."""
     elif objective == "ar":
-        what = "An autoregressive language model, trained by `cdlm`; it may be made a block diffusion model (family causal, objective bd3lm)."
+        what = "An autoregressive language model, trained by `cdlm`. Family causal and objective bd3lm make a block diffusion model of it."
         use = "It loads and generates with stock transformers: `AutoModelForCausalLM.from_pretrained(FOLDER).generate(...)`."
     else:
         what = "A masked diffusion language model with full attention, trained by `cdlm` with the loss of arXiv 2502.09992."

@@ -47,7 +47,7 @@ def consistency(logits_BLV: Tensor, later_logits_BLV: Tensor, still_masked_BL: T
 def masked_diffusion(logits_BLV: Tensor, target_BL: Tensor, masked_BL: Tensor, level: Tensor, length_B: Tensor) -> Tensor:
     """CDLM equation 6 and LLaDA's SFT loss: mean over rows of (1/L_g) sum over masked i of (1/t) cross-entropy_i.
 
-    level: the noise level t, one a row [B] or one a slot [B, L] (block diffusion: one a block; BD3-LM, arXiv 2503.09573, equation 8
+    level: the noise level t, one a row [B] or one a slot [B, L] (block diffusion: one a block; BD3-LM, arXiv 2503.09573
         with the linear schedule, where the weight is 1/t too). length_B: L_g, how many slots of the row could have been masked.
     The paper's equation 6 is a plain sum, without 1/L_g: its weight w_m is multiplied by L_g here.
     """

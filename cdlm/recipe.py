@@ -136,7 +136,9 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """What is measured. methods: null for all that METHODS_OF the objective has. thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them.
+    """What is measured. methods: null for all that METHODS_OF has for the objective.
+
+    thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them.
 
     num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: so many of
     them, from the groups in turn, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.

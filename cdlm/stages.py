@@ -256,8 +256,8 @@ def train(run: Run) -> None:
     )
     trainer = training.CDLMTrainer(
         model, args, dataset,
-        training.Collator(model, r.decode.max_new_tokens, {"bd3lm": r.decode.block_length, "ar": 1}.get(t.objective)), teacher_head=head, lengths=lengths,
-        peft_model=peft_model, callbacks=[_progress(run, steps)],
+        training.Collator(model, r.decode.max_new_tokens, {"bd3lm": r.decode.block_length, "ar": 1}.get(t.objective)),
+        teacher_head=head, lengths=lengths, peft_model=peft_model, callbacks=[_progress(run, steps)],
     )
     from transformers.trainer_callback import PrinterCallback
 

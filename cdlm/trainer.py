@@ -347,7 +347,7 @@ def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
     """Block diffusion: noisy blocks behind the clean text before them, a noise level t for each block of a row.
 
     Each masked slot weighs 1/t of its block, and a row's sum is divided by its slots: those up to the end of the block that holds its
-    end token, which is where decoding stops. (BD3-LM, arXiv 2503.09573, equation 8.)
+    end token, which is where decoding stops. (BD3-LM, arXiv 2503.09573, L_BD with the weight 1/t.)
 
     With `complementary` each row is trained twice, with its mask and with the complement of it, so that every slot is a target exactly
     once (Fast-dLLM v2, arXiv 2509.26328, section 3). Then every slot weighs 1: the weight 1/t makes up for slots that are seldom a

@@ -1,7 +1,7 @@
 """Training of block diffusion: one forward asks what cached decoding asks, and the losses are what their equations say."""
 
 import json
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def by_cached_decoding(model: DiffusionLM, noisy, prompt, prompt_valid, answer, 
         edges = [0, *range(first, slots, block_length), slots]
         cache = model.prefill(ids, valid, slots, block_length)
         parts = []
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in pairwise(edges):
             parts.append(model.head(model.denoise(noisy[row : row + 1, begin:end], cache, block_length)))
             model.commit(answer[row : row + 1, begin:end], torch.ones(1, end - begin, dtype=torch.bool), cache, block_length)
         rows.append(torch.cat(parts, dim=1))

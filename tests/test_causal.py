@@ -94,12 +94,12 @@ def test_a_new_mask_tokens_row_is_the_mean_of_the_others(tmp_path, vocab, tied):
 
 def test_loading_twice_gives_the_same(tmp_path):
     save(tmp_path)
+    states = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        state = families.load(tmp_path, family="causal").hf.state_dict()
-        if seed:
-            assert state.keys() == first.keys() and all(torch.equal(state[key], first[key]) for key in state)
-        first = state
+        states.append(families.load(tmp_path, family="causal").hf.state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 
 def test_a_mask_token_that_is_there_is_taken_and_left_as_it_is(tmp_path):

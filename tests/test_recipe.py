@@ -195,7 +195,9 @@ WRONG = {
     "complementary mdlm": ({"train.complementary": True, "train.objective": "mdlm"},
                            "train.complementary is True; objective mdlm does not read it: leave it out"),
     "complementary cdlm": ({"train.complementary": True}, "train.complementary is True; objective cdlm does not read it"),
-    "dlm_weight of bd3lm": ({"train.dlm_weight": 0.5, "train.objective": "bd3lm", "collect": ...}, "train.dlm_weight is 0.5; objective bd3lm"),
+    "dlm_weight of bd3lm": (
+        {"train.dlm_weight": 0.5, "train.objective": "bd3lm", "collect": ...}, "train.dlm_weight is 0.5; objective bd3lm does not"
+    ),
     "noise of ar": ({"train.noise_ramp": 0.5, "train.objective": "ar", "collect": ...}, "train.noise_ramp is 0.5; objective ar does not"),
     "complementary from few masks": (
         {"train.complementary": True, "train.noise_first_cap": 0.5, "train.objective": "bd3lm", "collect": ...},

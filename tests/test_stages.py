@@ -506,7 +506,6 @@ def test_trajectories_do_not_depend_on_the_test_questions(full, tmp_path):
 
 def test_an_autoregressive_model_becomes_a_block_diffusion_model(full, tmp_path):
     """Two recipes: ar from nothing, whose export stock transformers decodes as measured; then bd3lm on a causal LM without a mask token."""
-    from test_causal import save
 
     folder = tmp_path / "a2d"
     shutil.copytree(full.recipe.parent, folder, ignore=shutil.ignore_patterns("out"))

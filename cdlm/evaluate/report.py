@@ -165,8 +165,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         else:
             faster = s.get("autoregressive_latency_speedup")
             lines.append(
-                f"student {s['student_accuracy']:.1%} in {s['student_steps_at_threshold']:.1f} steps, greedy decoding of the autoregressive "
-                f"model it was made of {greedy}: {s['autoregressive_step_reduction']:.1f}x fewer steps"
+                f"student {s['student_accuracy']:.1%} in {s['student_steps_at_threshold']:.1f} steps, greedy decoding of the "
+                f"autoregressive model it was made of {greedy}: {s['autoregressive_step_reduction']:.1f}x fewer steps"
                 + (f", {faster:.1f}x lower latency" if faster else "")
             )
     if s["truncated_accuracy"] is not None:

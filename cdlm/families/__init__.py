@@ -25,8 +25,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ATTENTION = ("auto", *attending.BACKENDS)
 
 __all__ = [
-    "ATTENTION", "DTYPES", "FAMILIES", "DiffusionLM", "Facts", "facts_of", "find", "load", "load_tokenizer", "read_config", "save_tokenizer",
-    "set_attention",
+    "ATTENTION", "DTYPES", "FAMILIES", "DiffusionLM", "Facts", "facts_of", "find", "load", "load_tokenizer", "read_config",
+    "save_tokenizer", "set_attention",
 ]  # fmt: skip
 
 

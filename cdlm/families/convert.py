@@ -151,7 +151,8 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> li
     stated = {"eos_token_ids": "eos_token_id", "block_length": "block_size"}
     for name, value in {**facts.to_config(), "eos_token_ids": list(facts.eos_token_ids), "pad_token_id": facts.pad_token_id}.items():
         found = [key for key in (stated.get(name, name), name) if config.get(key) is not None]
-        lines.append(f"{name:<18} {value!s:<16} from {f'config.json, {found[0]}' if found else origins.get(name, f'the family, {module.NAME}')}")
+        origin = f"config.json, {found[0]}" if found else origins.get(name, f"the family, {module.NAME}")
+        lines.append(f"{name:<18} {value!s:<16} from {origin}")
     if "auto_map" in config:
         lines.append(f"auto_map           names remote code ({', '.join(map(str, config['auto_map']))}); it is not run")
     return lines

@@ -41,7 +41,9 @@ def _copying(hf: Any) -> None:
             module.o_proj.weight.copy_(module.v_proj.weight.T)
 
 
-def build(config_path: Path, tokenizer_path: Path, *, init: str, seed: int, dtype: torch.dtype = torch.float32, **stated: Any) -> DiffusionLM:
+def build(
+    config_path: Path, tokenizer_path: Path, *, init: str, seed: int, dtype: torch.dtype = torch.float32, **stated: Any
+) -> DiffusionLM:
     """A freshly initialised masked diffusion LM with the tokenizer's special tokens as its facts.
 
     stated: facts besides those; without any the model is bidirectional with aligned logits.
