@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher ablation results smoke kernels gpu-check test check clean
+.PHONY: setup distill teacher ar ablation results smoke kernels gpu-check test check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
@@ -21,9 +21,15 @@ teacher: $(VENV)/.run
 ablation: $(VENV)/.run
 	$(BIN)/cdlm ablate $(RECIPE) $(ARGS)
 
-# Puts the numbers of runs/tiny into eval/results/tiny and README.md.
+# Trains the small world's autoregressive model again from nothing, and puts it in place of the committed one.
+ar: $(VENV)/.run
+	$(BIN)/cdlm distill recipes/tiny-ar.yaml $(ARGS)
+	rm -rf recipes/tiny/ar && cp -r runs/tiny-ar/export recipes/tiny/ar
+
+# Puts the numbers of a run (runs/tiny, or RUN=runs/tiny-a2d) into eval/results and README.md.
+RUN ?= runs/tiny
 results: $(VENV)/.run
-	$(BIN)/python eval/readme.py runs/tiny
+	$(BIN)/python eval/readme.py $(RUN)
 
 # Every stage on a corner of the small world.
 smoke: $(VENV)/.run

@@ -365,7 +365,8 @@ def _generate(args: argparse.Namespace) -> int:
     model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)
     tokenizer = families.load_tokenizer(args.model, model.facts)
     generation = model.hf.generation_config
-    block_causal = (model.facts.block_length is not None) if args.attention is None else args.attention == "block_causal"
+    causal = model.facts.prompt_attention == "causal"
+    block_causal = (model.facts.block_length is not None or causal) if args.attention is None else args.attention == "block_causal"
     budget = next(n for n in (args.max_new_tokens, generation.max_new_tokens, 256) if n is not None)
     threshold = args.confidence_threshold
     if threshold is None and args.tokens_per_step is None:
@@ -381,9 +382,10 @@ def _generate(args: argparse.Namespace) -> int:
     unknown = data.unknown_text(tokenizer, args.prompt)
     if unknown:
         raise ValueError(f"--prompt holds text that the tokenizer of {args.model} does not know: {unknown!r}")
+    usual = 1 if causal else min(32, max(budget, 1))  # a causal model that does not say otherwise writes one token after another
     decoding = DecodeConfig(
         max_new_tokens=budget,
-        block_length=next(n for n in (args.block_length, model.facts.block_length, min(32, max(budget, 1))) if n is not None),
+        block_length=next(n for n in (args.block_length, model.facts.block_length, usual) if n is not None),
         confidence_threshold=threshold, tokens_per_step=args.tokens_per_step, block_causal=block_causal, use_cache=block_causal,
         temperature=args.temperature,
     )

@@ -103,7 +103,7 @@ def save_adapter(
     _finish(folder, card, eval_results, with_decoder)
 
 
-def eval_results_yaml(report: dict[str, Any], benchmark: str, threshold: float | None, date: str) -> str:
+def eval_results_yaml(report: dict[str, Any], benchmark: str, threshold: float | None, date: str, objective: str = "cdlm") -> str:
     """`.eval_results/cdlm.yaml`: the accuracy of the exported model on a Hub dataset (task `default`) and its tasks, as the Hub's
     leaderboards read it.
 
@@ -118,20 +118,22 @@ def eval_results_yaml(report: dict[str, Any], benchmark: str, threshold: float |
             notes=f"accuracy; {row['n']} questions, {row['steps']:.2f} steps, {row['tpf']:.2f} tokens per forward"
             + (f", confidence threshold {threshold:g}" if threshold is not None else ""),
         )
-        for row in own_rows(report, threshold)
+        for row in own_rows(report, threshold, objective)
     ]
     return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False)
 
 
-def own_rows(report: dict[str, Any], threshold: float | None) -> list[dict[str, Any]]:
+def own_rows(report: dict[str, Any], threshold: float | None, objective: str = "cdlm") -> list[dict[str, Any]]:
     """The rows of report.json that are about the exported model as it decodes by default."""
-    own = ("teacher", None) if threshold is None else ("student", threshold)
+    alone = ("autoregressive" if objective == "ar" else "teacher", None)
+    own = alone if threshold is None else ("student", threshold)
     return [row for row in report["results"] if (row["method"], row["parameter"]) == own]
 
 
 def card(
     name: str, *, report: dict[str, Any] | None, base_model: str | None, license: str, tags: list[str], datasets: list[str],
     decode: dict[str, Any], table: str, lines: list[str], has_decoder: bool = True, adapter: bool = False, stock: bool = True,
+    objective: str = "cdlm",
 ) -> str:
     """The model card, made from report.json: front matter with model-index, what was measured, and code that runs.
 
@@ -140,26 +142,34 @@ def card(
     from huggingface_hub import EvalResult, ModelCardData
 
     results = []
-    for row in own_rows(report or {"results": []}, decode["confidence_threshold"] if has_decoder else None):
+    for row in own_rows(report or {"results": []}, decode["confidence_threshold"] if has_decoder else None, objective):
         for kind, value in (("accuracy", row["accuracy"]), ("tokens_per_forward", row["tpf"]), ("steps", row["steps"])):
             results.append(EvalResult(
                 task_type="text-generation", dataset_type=row["task"], dataset_name=row["task"], metric_type=kind, metric_value=value,
             ))
     relation = "adapter" if adapter else "finetune"
-    kinds = ["block-diffusion", *(["custom_generate"] if stock else []), *(["lora"] if adapter else [])]
+    kinds = [] if objective == "ar" else ["diffusion"]
+    if has_decoder:
+        kinds += ["block-diffusion", *(["custom_generate"] if stock else []), *(["lora"] if adapter else [])]
     front = ModelCardData(
         license=license, base_model=base_model, base_model_relation=relation if base_model else None,
-        library_name="peft" if adapter else "transformers", pipeline_tag="text-generation",
-        tags=["cdlm", "diffusion", *(kinds if has_decoder else []), *tags],
+        library_name="peft" if adapter else "transformers", pipeline_tag="text-generation", tags=["cdlm", *kinds, *tags],
         datasets=datasets or None, model_name=name, eval_results=results or None,
     )
     measured = "\n".join(f"- {line}" for line in lines) + "\n\n" + table if lines else "Not measured yet."
+    trained = {
+        "cdlm": "with consistency distillation (CDLM, arXiv 2511.19269)",
+        "bd3lm": "with the loss of block diffusion (BD3-LM, arXiv 2503.09573)",
+    }
     if has_decoder:
         what = f"""A block diffusion language model: answers are filled block by block, {decode['block_length']} slots each, many slots a
-step, with an exact block key-value cache. Trained with consistency distillation (CDLM, arXiv 2511.19269) by `cdlm`."""
+step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm`."""
         if adapter:
             what += f"\nThis is the LoRA adapter alone; it stands on {base_model or 'its base'} and was measured merged into it."
         use = _usage(decode, adapter, stock)
+    elif objective == "ar":
+        what = "An autoregressive language model, trained by `cdlm`. Family causal and objective bd3lm make a block diffusion model of it."
+        use = "It loads and generates with stock transformers: `AutoModelForCausalLM.from_pretrained(FOLDER).generate(...)`."
     else:
         what = "A masked diffusion language model with full attention, trained by `cdlm` with the loss of arXiv 2502.09992."
         budget = decode["max_new_tokens"]

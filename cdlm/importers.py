@@ -246,7 +246,7 @@ def import_folder(
     if target.exists():
         raise ValueError(f"{target} is there already; name a folder that does not exist yet")
     config = families.read_config(model)
-    facts = families.find(config, family).facts(config)
+    facts = families.facts_of(model, config, families.find(config, family))
     if facts.block_origin != "prompt_end":
         raise ValueError(f"{model} counts blocks from position 0; the trajectories of {asked.format} count them from the prompt's end")
     vocabulary = config.get("vocab_size")

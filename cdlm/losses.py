@@ -53,15 +53,22 @@ def consistency(logits_BLV: Tensor, later_logits_BLV: Tensor, still_masked_BL: T
     return mean_over_sets(forward_kl(later_logits_BLV[still_masked_BL], logits_BLV[still_masked_BL]), still_masked_BL)
 
 
-def masked_diffusion(logits_BLV: Tensor, target_BL: Tensor, masked_BL: Tensor, level_B: Tensor, length_B: Tensor) -> Tensor:
+def masked_diffusion(logits_BLV: Tensor, target_BL: Tensor, masked_BL: Tensor, level: Tensor, length_B: Tensor) -> Tensor:
     """CDLM equation 6 and LLaDA's SFT loss: mean over rows of (1/L_g) sum over masked i of (1/t) cross-entropy_i.
 
-    level_B: the noise level t of each row. length_B: L_g, how many slots of the row could have been masked.
+    level: the noise level t, one a row [B] or one a slot [B, L] (block diffusion: one a block; BD3-LM, arXiv 2503.09573
+        with the linear schedule, where the weight is 1/t too). length_B: L_g, how many slots of the row could have been masked.
     The paper's equation 6 is a plain sum, without 1/L_g: its weight w_m is multiplied by L_g here.
     """
     ce_N = F.cross_entropy(logits_BLV[masked_BL].float(), target_BL[masked_BL], reduction="none")
-    weight_B = 1.0 / (level_B * length_B * masked_BL.shape[0])
-    return (ce_N * weight_B[:, None].expand_as(masked_BL)[masked_BL]).sum()
+    level_BL = (level[:, None] if level.ndim == 1 else level).expand_as(masked_BL)
+    weight_BL = 1.0 / (level_BL * length_B[:, None] * masked_BL.shape[0])
+    return (ce_N * weight_BL[masked_BL]).sum()
+
+
+def next_token(logits_BLV: Tensor, target_BL: Tensor, asked_BL: Tensor) -> Tensor:
+    """Autoregressive cross-entropy: mean over a row's asked tokens, then over rows. The logits are aligned: row i predicts token i."""
+    return mean_over_sets(F.cross_entropy(logits_BLV[asked_BL].float(), target_BL[asked_BL], reduction="none"), asked_BL)
 
 
 def finite(loss: Tensor, name: str) -> Tensor:

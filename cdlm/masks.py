@@ -132,6 +132,12 @@ def horizon(
     return torch.where(position_BL < prompt_B1, in_prompt, block_end)
 
 
+def blocks(position_BL: Tensor, prompt_length_B: Tensor, block_length: int, *, origin: str = "prompt_end") -> Tensor:
+    """Number of the block that each position is in, [B, L], counted from the origin; negative in a prompt that precedes it."""
+    start_B1 = prompt_length_B[:, None] if origin == "prompt_end" else torch.zeros_like(prompt_length_B[:, None])
+    return torch.div(position_BL - start_B1, block_length, rounding_mode="floor")
+
+
 def full(position_BL: Tensor) -> Tensor:
     """Horizon of full attention, [B, L]: everything."""
     return torch.full_like(position_BL, NO_HORIZON)

@@ -8,15 +8,16 @@ from torch import Tensor
 
 
 def mask_tokens(
-    ids_BL: Tensor, level_B: Tensor, maskable_BL: Tensor, mask_token_id: int, uniform_BL: Tensor
+    ids_BL: Tensor, level: Tensor, maskable_BL: Tensor, mask_token_id: int, uniform_BL: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Absorbing noise: each maskable token becomes the mask token with probability `level` of its row.
+    """Absorbing noise: each maskable token becomes the mask token with probability `level`.
 
+    level: one a row [B], or one a token [B, L] (block diffusion: one a block).
     uniform_BL: draws from U[0, 1), given by the caller so that a row's noise does not depend on its batch.
     Returns the noisy ids and where they were masked, both [B, L]. (LLaDA, arXiv 2502.09992, equation 3 and
     CDLM, arXiv 2511.19269, equation 6: q(x_t | x_0) masks i.i.d. with probability t.)
     """
-    masked_BL = maskable_BL & (uniform_BL < level_B[:, None])
+    masked_BL = maskable_BL & (uniform_BL < (level[:, None] if level.ndim == 1 else level))
     return torch.where(masked_BL, mask_token_id, ids_BL), masked_BL
 
 

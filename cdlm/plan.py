@@ -170,13 +170,16 @@ class Plan:
         if t.objective == "cdlm":
             learning, looking = bool(w[0] or w[1]) + bool(w[2]), bool(w[1])
         else:
-            learning, looking = 1, False
+            learning, looking = 1 + t.complementary, False
         lora = "all parameters" if t.lora is None else f"LoRA rank {t.lora.rank} on {', '.join(t.lora.targets)}"
         words = (
             f"{t.objective}, {lora}: {steps} steps of {batch} rows ({steps * batch / of:.1f} epochs), {learning + looking} forwards a step"
         )
         backward = 2 if t.lora is None else 1  # frozen weights need no gradient, only what flows through them does
-        passes = learning * (1 + backward) + looking
+        passes = float(learning * (1 + backward) + looking)
+        if t.objective == "bd3lm":  # the noisy answer stands beside prompt and clean answer
+            length = self.prompts.prompt_tokens + r.decode.max_new_tokens
+            passes *= (length + r.decode.max_new_tokens) / length
         return words, [Work(steps * t.accumulation, t.batch_size, passes=passes)], self.prompts.prompt_tokens
 
     def _evaluate(self, run: Run) -> tuple[str, list[Work], float]:
@@ -185,18 +188,22 @@ class Plan:
         thresholds = sorted({*e.thresholds, r.decode.confidence_threshold})
         few = budget / TOKENS_A_STEP
         swept = len(thresholds) * few
+        assert e.methods is not None
         steps = {
             "teacher": tests.slots if e.teacher_stops_at_eos else budget, "teacher_block_causal": tests.slots, "teacher_threshold": swept,
             "teacher_threshold_stop": swept, "student": swept, "student_uncached": few,
+            "autoregressive": tests.slots, "student_sequential": tests.slots,
             "teacher_truncated": sum(e.truncated_steps) + (few if "student" in e.methods else 0),
         }
-        cached = ("teacher_block_causal", "student")
+        cached = ("teacher_block_causal", "student", "student_sequential")
         single = min(e.latency_prompts, tests.count) * e.repeats + min(e.warmup_prompts, tests.count)
         work = []
         for method in e.methods:
             mode, block = ("block", r.decode.block_length) if method in cached else self.teacher
             if method == "student_uncached":
                 mode, block = "dlm", r.decode.block_length
+            if method == "autoregressive":
+                mode, block = "ar", 1
             work += [
                 Work(steps[method] * tests.count / e.batch_size, e.batch_size, mode, block=block),
                 Work(steps[method] * single, 1, mode, block=block),

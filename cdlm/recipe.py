@@ -15,11 +15,22 @@ from typing import Any
 
 import yaml
 
-OBJECTIVES = ("cdlm", "mdlm")
+OBJECTIVES = ("cdlm", "mdlm", "bd3lm", "ar")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay")
 METHODS = (
     "teacher", "teacher_truncated", "teacher_threshold", "teacher_threshold_stop", "teacher_block_causal", "student", "student_uncached",
 )
+METHODS_OF = {  # objective -> what can be measured after it
+    "cdlm": METHODS, "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
+    "ar": ("autoregressive",),
+}
+# Keys of train that only some objectives read; given another value than its default elsewhere, a key is refused. mdlm's recipes may
+# carry those of cdlm.
+READ_BY = {
+    "distill_weight": ("cdlm", "mdlm"), "consistency_weight": ("cdlm", "mdlm"), "dlm_weight": ("cdlm", "mdlm"),
+    "noise_floor": ("cdlm", "mdlm", "bd3lm"), "noise_first_cap": ("cdlm", "mdlm", "bd3lm"), "noise_ramp": ("cdlm", "mdlm", "bd3lm"),
+    "complementary": ("bd3lm",),
+}
 
 
 @dataclass(frozen=True)
@@ -102,8 +113,9 @@ class Lora:
 
 @dataclass(frozen=True)
 class Train:
-    """How the student (objective cdlm) or a teacher (objective mdlm) is trained. lora: null trains all parameters.
+    """How the student (objective cdlm) or a model of its own (mdlm, bd3lm, ar) is trained. lora: null trains all parameters.
 
+    complementary: bd3lm only, see trainer.bd3lm_losses. READ_BY says which keys an objective does not read.
     batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs.
     The weights default to the paper's 1.0, 0.5 and 0.01; the last one times decode.max_new_tokens, see PAPERS.md (null).
     """
@@ -126,6 +138,7 @@ class Train:
     noise_floor: float = 0.02
     noise_first_cap: float = 1.0
     noise_ramp: float = 0.0
+    complementary: bool = False
     lora: Lora | None = None
     num_examples: int | None = None
     save_steps: int = 100
@@ -134,7 +147,9 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """What is measured. thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them.
+    """What is measured. methods: null for all that METHODS_OF has for the objective.
+
+    thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them.
 
     num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: so many of
     them, from the groups in turn, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.
@@ -142,7 +157,7 @@ class Evaluate:
         baselines do (its naive teacher: 256 steps). teacher_threshold_stop is teacher_threshold with the student's stop rule.
     """
 
-    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    methods: list[str] | None = None
     thresholds: list[float] = field(default_factory=lambda: [0.5, 0.7, 0.8, 0.9, 0.95, 0.99])
     truncated_steps: list[int] = field(default_factory=list)
     num_prompts: int | None = None
@@ -344,9 +359,12 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
     for assignment in overrides or []:
         _override(values, assignment)
     recipe = dataclasses.replace(_build(Recipe, values, ""), folder=path.parent)
-    if recipe.train.dlm_weight is None:
+    if recipe.train.dlm_weight is None and recipe.train.objective in READ_BY["dlm_weight"]:
         train = dataclasses.replace(recipe.train, dlm_weight=0.01 * recipe.decode.max_new_tokens)
         recipe = dataclasses.replace(recipe, train=train)
+    if recipe.evaluate.methods is None:
+        methods = list(METHODS_OF.get(recipe.train.objective, METHODS))
+        recipe = dataclasses.replace(recipe, evaluate=dataclasses.replace(recipe.evaluate, methods=methods))
     check(recipe)
     return recipe
 
@@ -419,7 +437,16 @@ def check(recipe: Recipe) -> None:
     for name in ("batch_size", "accumulation", "save_steps", "logging_steps"):
         within(f"train.{name}", getattr(t, name), 1)
     for name in ("distill_weight", "consistency_weight", "dlm_weight"):
-        within(f"train.{name}", getattr(t, name), 0)
+        within(f"train.{name}", getattr(t, name) or 0.0, 0)
+    for f in dataclasses.fields(t):
+        if t.objective not in READ_BY.get(f.name, OBJECTIVES) and getattr(t, f.name) != f.default:
+            raise ValueError(f"train.{f.name} is {getattr(t, f.name)}; objective {t.objective} does not read it: leave it out")
+    if t.complementary and t.noise_first_cap < 1:
+        raise ValueError(f"train.noise_first_cap is {t.noise_first_cap}; with complementary masks it must be 1: their complement is many")
+    if t.objective in ("bd3lm", "ar") and r.collect is not None:
+        raise ValueError(f"collect: objective {t.objective} trains on answers, not on trajectories; leave the section out")
+    if t.objective == "bd3lm" and r.model is None:
+        raise ValueError("objective bd3lm starts from a model that can write: give model, not scratch")
     if t.lora is not None:
         within("train.lora.rank", t.lora.rank, 1)
         within("train.lora.alpha", t.lora.alpha, 1)
@@ -444,10 +471,11 @@ def check(recipe: Recipe) -> None:
             within("collect.temperatures", temperature, 0, 100)
         within("collect.screen.ngram", r.collect.screen.ngram, 1)
         within("collect.screen.repeats", r.collect.screen.repeats, 1)
+    allowed = METHODS_OF[t.objective]
     if not e.methods or len(set(e.methods)) < len(e.methods):
-        raise ValueError(f"evaluate.methods is {e.methods}; name at least one of {', '.join(METHODS)}, each once")
+        raise ValueError(f"evaluate.methods is {e.methods}; name at least one of {', '.join(allowed)}, each once")
     for method in e.methods:
-        one_of("evaluate.methods", method, METHODS)
+        one_of("evaluate.methods", method, allowed)
     if e.methods == ["teacher_truncated"] and not e.truncated_steps:
         raise ValueError("evaluate.truncated_steps is empty, and without the method student there is no number of steps to cut to")
     for tau in e.thresholds:

@@ -23,10 +23,13 @@ import torch
 
 from cdlm import data, families, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
+from cdlm.families import native
 from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 
 STAGES = ("collect", "train", "evaluate", "export")
+BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
+AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
 SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
@@ -103,7 +106,8 @@ class Run:
             from cdlm.families import scratch
 
             model = scratch.build(
-                r.path(r.scratch.config), r.path(r.scratch.tokenizer), init=r.scratch.init, seed=r.seed, dtype=families.DTYPES[r.dtype]
+                r.path(r.scratch.config), r.path(r.scratch.tokenizer), init=r.scratch.init, seed=r.seed, dtype=families.DTYPES[r.dtype],
+                **(AUTOREGRESSIVE if r.train.objective == "ar" else {}),
             ).to(r.device)
             families.set_attention(model.hf, r.attention, r.device)
             return model
@@ -183,7 +187,14 @@ class Run:
         config, source = self._model_config(place)
         if r.config is not None and place is not None:
             agree(self._stock(config), self._stock(read_json(r.path(r.config))), str(r.model), str(r.path(r.config)))
-        facts = None if r.scratch is not None else families.find(config, r.family).facts(config)
+        facts = None
+        if r.scratch is None:
+            facts = families.facts_of(place or source, config, families.find(config, r.family))
+            for asked_by, asked in (("objective ar", r.train.objective == "ar"), (
+                "evaluate.methods autoregressive", "autoregressive" in (r.evaluate.methods or ()) and r.train.objective != "ar"
+            )):  # fmt: skip
+                if asked:
+                    autoregressive(facts, asked_by)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self._stock(config))
         if r.trajectories is not None:
@@ -224,7 +235,8 @@ class Run:
         if r.scratch is None:
             module = families.find(config, r.family)
             if hasattr(module, "entries"):
-                return convert.native_config(config, module, module.facts(config))
+                place = self.here()
+                return convert.native_config(config, module, families.facts_of(place, config, module) if place else module.facts(config))
         values = {key: value for key, value in config.items() if key != "transformers_version"}
         if "model_type" not in values:
             raise ValueError("config.json has no model_type, which names the stock class")
@@ -379,7 +391,7 @@ def train(run: Run) -> None:
         head = _frozen_copy(model.head)
     else:
         examples = run.examples(tokenizer, "prompts", t.num_examples)
-        dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed)
+        dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed, r.decode.block_length if t.objective == "bd3lm" else None)
         lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
         head = None
     if len(dataset) < t.batch_size:
@@ -404,6 +416,7 @@ def train(run: Run) -> None:
         output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
         distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight or 0.0,
         noise_floor=t.noise_floor, noise_first_cap=t.noise_first_cap, noise_ramp=t.noise_ramp,
+        complementary=t.complementary,
         learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
         warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
         per_device_train_batch_size=t.batch_size, gradient_accumulation_steps=t.accumulation,
@@ -412,8 +425,9 @@ def train(run: Run) -> None:
         use_cpu=r.device == "cpu", dataloader_pin_memory=False, disable_tqdm=True, dataloader_drop_last=True,
     )
     trainer = training.CDLMTrainer(
-        model, args, dataset, training.Collator(model, r.decode.max_new_tokens), teacher_head=head, lengths=lengths,
-        peft_model=peft_model, callbacks=[_progress(run, steps)],
+        model, args, dataset,
+        training.Collator(model, r.decode.max_new_tokens, {"bd3lm": r.decode.block_length, "ar": 1}.get(t.objective)),
+        teacher_head=head, lengths=lengths, peft_model=peft_model, callbacks=[_progress(run, steps)],
     )
     from transformers.trainer_callback import PrinterCallback
 
@@ -434,6 +448,13 @@ def train(run: Run) -> None:
     _note_log(run, history)
     _save_student(run, model, tokenizer, peft_model, request)
     shutil.rmtree(checkpoints)
+
+
+def autoregressive(facts: families.Facts, asked_by: str) -> None:
+    """A ValueError unless blocks of one token are next-token prediction for a model with these facts."""
+    wrong = {name: getattr(facts, name) for name, value in AUTOREGRESSIVE.items() if getattr(facts, name) != value}
+    if wrong:
+        raise ValueError(f"{asked_by} needs a causal model with shifted logits (family causal); this one has {wrong}")
 
 
 def _frozen_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -475,6 +496,7 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
     if peft_model is not None:
         peft_model.save_pretrained(partial)
     else:
+        native.state(model.hf.config, trained_facts(run.recipe, model.facts))
         model.hf.save_pretrained(partial)
         families.save_tokenizer(tokenizer, partial)
     trajectories.write_json(partial / "request.json", request)
@@ -486,6 +508,14 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
     partial.replace(run.student)
 
 
+def trained_facts(recipe: Recipe, start: families.Facts) -> families.Facts:
+    """Facts of the trained model. mdlm trains under full attention; the others fix the length of blocks (ar: 1)."""
+    objective = recipe.train.objective
+    if objective == "mdlm":
+        return replace(start, block_length=None, prompt_attention="bidirectional")
+    return replace(start, block_length=1 if objective == "ar" else recipe.decode.block_length)
+
+
 def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
     """The trained model, and the PeftModel around it when it is an adapter on `base` (which is then changed in place)."""
     if (run.student / "adapter_config.json").is_file():
@@ -493,15 +523,13 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         return DiffusionLM(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
-    student = _load_saved(run)
-    return DiffusionLM(student.hf, base.facts, base.family).eval(), None
+    return _load_saved(run), None
 
 
 def _load_saved(run: Run) -> DiffusionLM:
-    """The whole model that training wrote: always in a stock class, whatever format the recipe's model has."""
+    """The whole model that training wrote: a stock class with its facts in config.json, whatever format the recipe's model has."""
     r = run.recipe
-    family = None if r.family is not None and hasattr(families.FAMILIES[r.family], "entries") else r.family
-    return families.load(run.student, family=family, dtype=r.dtype, device=r.device, attention=r.attention)
+    return families.load(run.student, dtype=r.dtype, device=r.device, attention=r.attention)
 
 
 # ---- evaluate --------------------------------------------------------------------------------------------------------
@@ -514,12 +542,13 @@ def evaluate(run: Run) -> None:
     from cdlm.evaluate.run import run as run_methods
 
     r, e = run.recipe, run.recipe.evaluate
-    if r.train.objective == "cdlm":
+    if r.train.objective in BLOCKWISE:
         teacher = run.load_teacher()
         student, peft_model = load_student(run, teacher)
     else:
         teacher = student = _load_saved(run)
         peft_model = None
+    assert e.methods is not None
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)
 
@@ -546,6 +575,10 @@ def evaluate(run: Run) -> None:
             ]
         if name == "teacher_block_causal":
             return [Method(name, None, changed(own, tokens_per_step=1), teacher, teacher_weights)]
+        if name == "autoregressive":
+            return [Method(name, None, DecodeConfig(r.decode.max_new_tokens, 1, tokens_per_step=1), teacher, teacher_weights)]
+        if name == "student_sequential":
+            return [Method(name, None, changed(own, tokens_per_step=1), student, contextlib.nullcontext)]
         if name == "student":
             return [
                 Method(name, t, changed(own, confidence_threshold=t), student, contextlib.nullcontext) for t in thresholds
@@ -610,7 +643,7 @@ def export(run: Run) -> None:
 
     r = run.recipe
     peft_model = None
-    if r.train.objective == "cdlm":
+    if r.train.objective in BLOCKWISE:
         base = run.load_teacher()
         student, peft_model = load_student(run, base)
         tokenizer = run.tokenizer(base.facts)
@@ -618,7 +651,7 @@ def export(run: Run) -> None:
             probe = run.examples(tokenizer, "test", 1)[0]
             ids = torch.tensor([probe.prompt_ids + probe.answer_ids], device=base.device)
             student = DiffusionLM(hub.merge_lora(peft_model, ids), base.facts, base.family)
-        facts = families.Facts(**{**asdict(base.facts), "block_length": r.decode.block_length})
+        facts = trained_facts(r, base.facts)
         threshold: float | None = r.decode.confidence_threshold
     else:
         student = _load_saved(run)
@@ -632,13 +665,14 @@ def export(run: Run) -> None:
         return hub.card(
             r.name, report=found, base_model=base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
             decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
-            lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None, **kind,
+            lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None,
+            objective=r.train.objective, **kind,
         )
 
     results = adapter = None
     if r.export.benchmark is not None:
         measured_on = time.strftime("%Y-%m-%d", time.gmtime(report_file.stat().st_mtime))
-        results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on)
+        results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on, r.train.objective)
     if peft_model is not None and threshold is not None:
         adapter = run.out / "adapter.partial"
         stock = student.family == "native"

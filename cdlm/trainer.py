@@ -1,8 +1,8 @@
 """What exists only because a Trainer calls it: datasets that draw states, a collator, CDLMConfig and CDLMTrainer.
 
-Two objectives. "cdlm" trains a block-causal student from a teacher's trajectories with three losses (CDLM, arXiv 2511.19269,
-algorithm 2); "mdlm" trains a bidirectional masked diffusion LM on prompts and answers (LLaDA, arXiv 2502.09992, SFT loss).
-The losses themselves stand in `losses.py`.
+Four objectives. "cdlm" trains a block-causal student from a teacher's trajectories with three losses (CDLM, arXiv 2511.19269,
+algorithm 2). The others train on prompts and answers: "mdlm" a bidirectional masked diffusion LM (LLaDA, arXiv 2502.09992, SFT
+loss), "bd3lm" a block diffusion LM (BD3-LM, arXiv 2503.09573), "ar" an autoregressive one. The losses stand in `losses.py`.
 
 Every random draw of a row comes from a seed made of (seed, epoch, row), so it depends on neither batch nor device nor on
 where a run was resumed (the budget of an mdlm batch is its first row's draw).
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from cdlm import data, losses, noise
+from cdlm import data, losses, masks, noise
 from cdlm.families.base import DiffusionLM
 
 
@@ -33,7 +33,7 @@ class CDLMConfig(TrainingArguments):
     is a mean over the budget where equation 6 is a sum. A weight of 0 skips that loss and the forward it needs.
     """
 
-    objective: str = field(default="cdlm", metadata={"help": "cdlm: three losses on trajectories; mdlm: masked diffusion on answers."})
+    objective: str = field(default="cdlm", metadata={"help": "cdlm: three losses on trajectories; on answers: mdlm, bd3lm, ar."})
     block_length: int = field(default=32, metadata={"help": "Slots of a block."})
     distill_weight: float = field(default=1.0, metadata={"help": "Weight of equation 4."})
     consistency_weight: float = field(default=0.5, metadata={"help": "Weight of equation 5."})
@@ -41,6 +41,7 @@ class CDLMConfig(TrainingArguments):
     noise_floor: float = field(default=0.02, metadata={"help": "Smallest noise level t; the largest weight is its inverse."})
     noise_first_cap: float = field(default=1.0, metadata={"help": "Largest noise level at the start of training; 1 is U(0, 1)."})
     noise_ramp: float = field(default=0.0, metadata={"help": "Share of training over which the largest level rises to 1."})
+    complementary: bool = field(default=False, metadata={"help": "bd3lm: each row with its mask and with the complement of it."})
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "Schedule of the learning rate."})
     warmup_steps: float = field(default=0.05, metadata={"help": "Warm-up steps; below 1, their share of all steps."})
@@ -56,6 +57,11 @@ class CDLMConfig(TrainingArguments):
                 raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above")
         if self.objective == "cdlm" and not any(self.weights.values()):
             raise ValueError("distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained")
+        if self.complementary and (self.objective != "bd3lm" or self.noise_first_cap < 1):
+            raise ValueError(
+                "complementary masks belong to objective bd3lm with noise_first_cap 1 (the complement of few masks is many); "
+                f"objective is {self.objective}, noise_first_cap {self.noise_first_cap}"
+            )
         if not 0 < self.noise_floor < self.noise_first_cap <= 1:
             raise ValueError(f"0 < noise_floor < noise_first_cap <= 1 must hold; got {self.noise_floor} and {self.noise_first_cap}")
         super().__post_init__()
@@ -144,11 +150,15 @@ class TrajectoryStates(_Drawing):
 
 
 class AnswerNoise(_Drawing):
-    """Examples as noisy answers: prompt_ids, answer_ids, level and uniform [max_new_tokens]."""
+    """Examples as noisy answers: prompt_ids, answer_ids, level, uniform [max_new_tokens] and levels, as many as a row has blocks.
 
-    def __init__(self, examples: Sequence[data.Example], max_new_tokens: int, seed: int):
+    level is the row's noise level (mdlm); levels has one a block (bd3lm), and one more for blocks that begin in the prompt.
+    """
+
+    def __init__(self, examples: Sequence[data.Example], max_new_tokens: int, seed: int, block_length: int | None = None):
         super().__init__(seed)
         self.examples, self.max_new_tokens = examples, max_new_tokens
+        self.levels = 0 if block_length is None else -(-max_new_tokens // block_length) + 1
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -161,26 +171,38 @@ class AnswerNoise(_Drawing):
             "level": torch.rand(1, generator=draw)[0],
             "budget": float(torch.rand(1, generator=draw)),
             "uniform": torch.rand(self.max_new_tokens, generator=draw),
+            "levels": torch.rand(self.levels, generator=draw),
         }
 
 
 class Collator:
     """Rows to tensors: prompts padded on the left, everything else stacked.
 
-    Rows with answer_ids get a common budget: the longest answer of the batch with its end token, plus a random part of what
-    is left to max_new_tokens (the first row's draw, cubed, so that most batches are short and some are full). So for the mdlm
-    objective the budget, and with it the loss, depends on which rows share a batch; the noise of a row does not.
+    Rows with answer_ids get a common budget of slots, filled up with end tokens. For mdlm it is the longest answer of the batch with
+    its end token, plus a random part of what is left to max_new_tokens (the first row's draw, cubed, so that most batches are short
+    and some are full): there the budget, and with it the loss, depends on which rows share a batch; the noise of a row does not.
+    With whole_blocks (a block length; 1 for ar) it is the longest answer with its end token and the rest of that block, at most
+    max_new_tokens; `length` says how many tokens the answer of each row has with its end token, and the losses look no further than
+    the block that it ends in.
     """
 
-    def __init__(self, model: DiffusionLM, max_new_tokens: int):
+    def __init__(self, model: DiffusionLM, max_new_tokens: int, whole_blocks: int | None = None):
         self.pad, self.eos, self.max_new_tokens = model.facts.pad_token_id, model.facts.eos_token_ids[0], max_new_tokens
+        self.whole_blocks, self.from_zero = whole_blocks, model.facts.block_origin == "zero"
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         prompt, valid = data.pad_left([row["prompt_ids"] for row in rows], self.pad)
         batch = {"prompt": prompt, "prompt_valid": valid}
         if "answer_ids" in rows[0]:
             longest = min(max(len(row["answer_ids"]) for row in rows) + 1, self.max_new_tokens)
-            slots = longest + round((self.max_new_tokens - longest) * rows[0]["budget"] ** 3)
+            if self.whole_blocks is None:
+                slots = longest + round((self.max_new_tokens - longest) * rows[0]["budget"] ** 3)
+            else:
+                # One block more where the first block begins inside the prompt, for then the last one ends that much later.
+                blocks = -(-longest // self.whole_blocks) + self.from_zero
+                slots = min(self.max_new_tokens, blocks * self.whole_blocks)
+            batch["length"] = torch.tensor([min(len(row["answer_ids"]) + 1, slots) for row in rows])
+            batch["levels"] = torch.stack([row["levels"] for row in rows])
             batch["answer"] = torch.tensor([data.fill_budget(row["answer_ids"], slots, self.eos) for row in rows])
             batch["uniform"] = torch.stack([row["uniform"][:slots] for row in rows])
             batch["level"] = torch.stack([row["level"] for row in rows])
@@ -320,6 +342,50 @@ def mdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
     return {"mdlm": _noisy_answer(trainer, batch, None)}
 
 
+def ar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Next-token cross-entropy on answers and their end tokens, under causal attention (blocks of one token)."""
+    prompt, slots = batch["prompt"].shape[1], batch["answer"].shape[1]
+    logits_BNV = trainer.diffusion.sequence_logits(*_whole(batch, batch["answer"]), 1)[:, prompt:]
+    asked_BN = torch.arange(slots, device=logits_BNV.device) < batch["length"][:, None]
+    return {"ar": losses.next_token(logits_BNV, batch["answer"], asked_BN)}
+
+
+def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Block diffusion: noisy blocks behind the clean text before them, a noise level t for each block of a row.
+
+    Each masked slot weighs 1/t of its block, and a row's sum is divided by its slots: those up to the end of the block that holds its
+    end token, which is where decoding stops. (BD3-LM, arXiv 2503.09573, L_BD with the weight 1/t.)
+
+    With `complementary` each row is trained twice, with its mask and with the complement of it, so that every slot is a target exactly
+    once (Fast-dLLM v2, arXiv 2509.26328, section 3). Then every slot weighs 1: the weight 1/t makes up for slots that are seldom a
+    target, and here none is; 1/t and 1/(1 - t) side by side would let the few slots of nearly clean views outweigh all others.
+    """
+    model, args = trainer.diffusion, trainer.args
+    assert isinstance(args, CDLMConfig)
+    slots = batch["answer"].shape[1]
+    ids_BL, valid_BL, prompt_B = _whole(batch, batch["answer"])
+    position_BN = prompt_B[:, None] + torch.arange(slots, device=prompt_B.device)
+    block_BN = masks.blocks(position_BN, prompt_B, args.block_length, origin=model.facts.block_origin)
+    block_BN = block_BN - block_BN[:, :1]
+    last_B1 = block_BN.gather(1, batch["length"][:, None] - 1)
+    asked_BN = block_BN <= last_B1
+    level_BN = noise.noise_level(batch["levels"], trainer._cap(), args.noise_floor).gather(1, block_BN)
+    noisy_BN, masked_BN = noise.mask_tokens(batch["answer"], level_BN, asked_BN, model.facts.mask_token_id, batch["uniform"])
+    length_B = asked_BN.sum(dim=1)
+    views = [(noisy_BN, masked_BN)]
+    if args.complementary:
+        other_BN = asked_BN & ~masked_BN
+        views.append((torch.where(other_BN, model.facts.mask_token_id, batch["answer"]), other_BN))
+        level_BN = torch.ones_like(level_BN)
+    found = [
+        losses.masked_diffusion(
+            model.noisy_clean_logits(seen_BN, ids_BL, valid_BL, prompt_B, args.block_length), batch["answer"], target_BN, level_BN, length_B
+        )
+        for seen_BN, target_BN in views
+    ]
+    return {"bd3lm": torch.stack(found).sum()}
+
+
 def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Equations 4, 5 and 6; those of weight 0 are left out, and so is the forward that only they need."""
     model, args = trainer.diffusion, trainer.args
@@ -358,7 +424,7 @@ def eval_mode(model: nn.Module):
         model.train(was)
 
 
-OBJECTIVES = {"cdlm": cdlm_losses, "mdlm": mdlm_losses}
+OBJECTIVES = {"cdlm": cdlm_losses, "mdlm": mdlm_losses, "bd3lm": bd3lm_losses, "ar": ar_losses}
 
 
 def match_targets(hf: nn.Module, targets: list[str]) -> None:

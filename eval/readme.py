@@ -1,7 +1,7 @@
-"""Copies a run's report into eval/results/<name> and writes its table into README.md, between the two `results` comments.
+"""Copies a run's report into eval/results/<name> and writes its table into README.md, between the two comments of that name.
 
-    python eval/readme.py runs/tiny          # what `make results` runs
-    python eval/readme.py --check            # README.md says what eval/results/tiny/report.json says, or exit status 1
+    python eval/readme.py runs/tiny          # what `make results` runs; runs/tiny-a2d has a place there too
+    python eval/readme.py --check            # README.md says what the reports in eval/results say, or exit status 1
 """
 
 import json
@@ -13,9 +13,16 @@ from typing import Any
 from cdlm.evaluate import report
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "eval" / "results" / "tiny"
+RESULTS = ROOT / "eval" / "results"
 FILES = ("report.json", "report.md", "pareto.png")
-START, END = "<!-- results -->\n", "<!-- /results -->"
+PLACES = {  # name of a run -> the comments between which its table stands
+    "tiny": ("<!-- results -->\n", "<!-- /results -->"),
+    "tiny-a2d": ("<!-- results of tiny-a2d -->\n", "<!-- /results of tiny-a2d -->"),
+}
+PER_TASK = {  # the methods of the second table, where they were run
+    "teacher": "teacher", "autoregressive": "autoregressive", "teacher_threshold_stop": "teacher, threshold, stops at the end",
+    "student_sequential": "student, 1 token a step", "student": "student",
+}  # fmt: skip
 
 
 def block(found: dict[str, Any]) -> str:
@@ -23,7 +30,7 @@ def block(found: dict[str, Any]) -> str:
     own = found["summary"]
     values = (None, own["confidence_threshold"], own["truncated_steps"])
     rows = [row for row in found["results"] if row["task"] == "all" and row["parameter"] in values]
-    shown = {"teacher": "teacher", "teacher_threshold_stop": "teacher, threshold, stops at the end", "student": "student"}
+    shown = {method: title for method, title in PER_TASK.items() if any(row["method"] == method for row in rows)}
     tasks = [row for row in found["results"] if row["task"] != "all" and row["method"] in shown and row["parameter"] in values[:2]]
     lines = [f"- {line}" for line in report.summary_lines(own)]
     per_task = [f"| task: accuracy, steps | {' | '.join(shown.values())} |", "|---|---:|---:|---:|"]
@@ -33,22 +40,28 @@ def block(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", report.markdown_table(report.table(rows)), "", *per_task, ""])
 
 
-def written(readme: str, text: str) -> str:
-    """README.md with the block in its place."""
-    before, rest = readme.split(START, 1)
-    return before + START + text + END + rest.split(END, 1)[1]
+def written(readme: str, name: str, text: str) -> str:
+    """README.md with the block of a run in its place."""
+    start, end = PLACES[name]
+    before, rest = readme.split(start, 1)
+    return before + start + text + end + rest.split(end, 1)[1]
 
 
 def main(arguments: list[str]) -> int:
     readme = ROOT / "README.md"
     if arguments != ["--check"]:
-        RESULTS.mkdir(parents=True, exist_ok=True)
+        folder = Path(arguments[0])
+        if folder.name not in PLACES:
+            raise SystemExit(f"README.md has no place for {folder.name}; it has for {', '.join(PLACES)}")
+        (RESULTS / folder.name).mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            shutil.copyfile(Path(arguments[0]) / name, RESULTS / name)
-    expected = written(readme.read_text(), block(json.loads((RESULTS / "report.json").read_text())))
+            shutil.copyfile(folder / name, RESULTS / folder.name / name)
+    text = readme.read_text()
+    for name in PLACES:
+        text = written(text, name, block(json.loads((RESULTS / name / "report.json").read_text())))
     if arguments == ["--check"]:
-        return int(readme.read_text() != expected)
-    readme.write_text(expected)
+        return int(readme.read_text() != text)
+    readme.write_text(text)
     return 0
 
 

@@ -284,3 +284,73 @@ def test_sdars_block_is_4_where_its_config_says_nothing():
         families.find(moe).native_config(moe)
     with pytest.raises(ValueError, match=r"decoder_sparse_step 2, which Qwen3 can't express"):
         families.find(moe).native_config({**moe, "decoder_sparse_step": 2, "norm_topk_prob": True})
+
+
+# ---- token ids that config.json does not state -------------------------------------------------------------------------
+
+
+def beside(folder: Path, *, mask: str | dict | None = None, eos: str | None = None, generation: dict | None = None, decoder=None) -> None:
+    """tokenizer_config.json, tokenizer.json and generation_config.json with these special tokens: <end> is 158, <m> is 159."""
+    tokens = {"mask_token": mask, "eos_token": eos}
+    stated = {key: token for key, token in tokens.items() if token is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**stated, **({"added_tokens_decoder": decoder} if decoder else {})}))
+    added = [{"id": 158, "content": "<end>"}, *([] if decoder else [{"id": 159, "content": "<m>"}])]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"a": 3}}}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+IDS = {
+    "config.json is asked first": ({"mask_token_id": 150}, {"mask": "<m>"}, (150, (158,)), "config.json"),
+    "then the tokenizer": ({"mask_token_id": None}, {"mask": "<m>"}, (159, (158,)), "tokenizer_config.json"),
+    "a token as an object": ({"mask_token_id": None}, {"mask": {"content": "<m>"}}, (159, (158,)), "tokenizer_config.json"),
+    "in the older decoder": (
+        {"mask_token_id": None}, {"mask": "<m>", "decoder": {"157": {"content": "<m>"}}}, (157, (158,)), "tokenizer_config.json",
+    ),
+    "then generation_config.json": ({"mask_token_id": None}, {"generation": {"mask_token_id": 156}}, (156, (158,)), "generation_config.json"),
+    "the tokenizer before generation_config.json": (
+        {"mask_token_id": None}, {"mask": "<m>", "generation": {"mask_token_id": 156}}, (159, (158,)), "tokenizer_config.json",
+    ),
+    "an end token of the tokenizer": ({"eos_token_id": None, "pad_token_id": 3}, {"eos": "<end>"}, (159, (158,)), "config.json"),
+    "further end tokens": ({}, {"generation": {"eos_token_id": [7, 158, 8]}}, (159, (158, 7, 8)), "config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config, files, wanted, source", IDS.values(), ids=IDS)
+def test_token_ids_are_read_in_order(tmp_path, capsys, config, files, wanted, source):
+    folder = copy(tmp_path, "sdar")
+    change(folder, **config)
+    beside(folder, **files)
+    facts = families.load(folder).facts
+    assert (facts.mask_token_id, facts.eos_token_ids) == wanted
+    assert cli.main(["inspect", str(folder)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mask_token_id"))
+    assert line.split()[1] == str(wanted[0]) and f"from {source}" in line
+
+
+def test_a_mask_token_that_no_file_states_is_refused_and_pad_is_no_stand_in(tmp_path):
+    folder = copy(tmp_path, "sdar")
+    change(folder, mask_token_id=None)
+    beside(folder, eos="<end>", generation={"eos_token_id": 158, "pad_token_id": 158})
+    with pytest.raises(ValueError, match=r"config\.json has no mask_token_id, and neither tokenizer nor generation_config.json names"):
+        families.load(folder)
+
+
+@pytest.mark.parametrize("change_to, said", [
+    ({"mask_token_id": 160}, "mask_token_id is 160; the model has embeddings for ids 0 to 159"),
+    ({"eos_token_id": [158, 900]}, "eos_token_id is 900"), ({"mask_token_id": "159"}, "mask_token_id is '159'; it must be a whole number"),
+])  # fmt: skip
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, change_to, said):
+    folder = copy(tmp_path, "llada")
+    change(folder, **change_to)
+    with pytest.raises(ValueError, match=said):
+        families.load(folder)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
+    """The small world's tokenizer: its mask is 1, the checkpoint's 159."""
+    folder = copy(tmp_path, "llada")
+    for file in (ROOT / "recipes" / "tiny" / "tokenizer").iterdir():
+        shutil.copyfile(file, folder / file.name)
+    with pytest.raises(ValueError, match="the tokenizer's mask token is 1, the checkpoint's is 159: not the tokenizer of this model"):
+        families.load_tokenizer(folder, families.load(folder).facts)

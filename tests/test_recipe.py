@@ -173,7 +173,7 @@ WRONG = {
     "empty name": ({"name": ""}, "name is ''; it names a folder under runs/"),
     "family": ({"family": "natve"}, "family is 'natve'; allowed: native"),
     "dtype": ({"dtype": "float8"}, "dtype is 'float8'; allowed: float32, bfloat16, float16"),
-    "objective": ({"train.objective": "cdml"}, "train.objective is 'cdml'; allowed: cdlm, mdlm"),
+    "objective": ({"train.objective": "cdml"}, "train.objective is 'cdml'; allowed: cdlm, mdlm, bd3lm, ar"),
     "scheduler": (
         {"train.scheduler": "cosin"},
         "train.scheduler is 'cosin'; allowed: constant, constant_with_warmup, linear, cosine, warmup_stable_decay",
@@ -191,6 +191,27 @@ WRONG = {
     "cdlm without collect": ({"collect": ...}, "missing key collect: objective cdlm trains on trajectories"),
     "cdlm from scratch": (
         {"model": ..., "scratch": {"config": "c", "tokenizer": "t"}}, "objective cdlm distills a teacher: give model, not scratch"
+    ),
+    # what an objective does not read
+    "complementary mdlm": ({"train.complementary": True, "train.objective": "mdlm"},
+                           "train.complementary is True; objective mdlm does not read it: leave it out"),
+    "complementary cdlm": ({"train.complementary": True}, "train.complementary is True; objective cdlm does not read it"),
+    "dlm_weight of bd3lm": (
+        {"train.dlm_weight": 0.5, "train.objective": "bd3lm", "collect": ...}, "train.dlm_weight is 0.5; objective bd3lm does not"
+    ),
+    "noise of ar": ({"train.noise_ramp": 0.5, "train.objective": "ar", "collect": ...}, "train.noise_ramp is 0.5; objective ar does not"),
+    "complementary from few masks": (
+        {"train.complementary": True, "train.noise_first_cap": 0.5, "train.objective": "bd3lm", "collect": ...},
+        "train.noise_first_cap is 0.5; with complementary masks it must be 1",
+    ),
+    "bd3lm with collect": ({"train.objective": "bd3lm"}, "collect: objective bd3lm trains on answers, not on trajectories"),
+    "bd3lm from scratch": (
+        {"train.objective": "bd3lm", "collect": ..., "model": ..., "scratch": {"config": "c", "tokenizer": "t"}},
+        "objective bd3lm starts from a model that can write: give model, not scratch",
+    ),
+    "method of another objective": (
+        {"train.objective": "bd3lm", "collect": ..., "evaluate.methods": ["teacher"]},
+        "evaluate.methods is 'teacher'; allowed: autoregressive, student_sequential, student, student_uncached",
     ),
     # files
     "no prompts file": ({"data.prompts": "nothing.jsonl"}, "data.prompts: no file at "),
@@ -323,6 +344,13 @@ def test_objectives_are_those_of_the_trainer():
     from cdlm import trainer
 
     assert set(recipe.OBJECTIVES) == set(trainer.OBJECTIVES)
+
+
+@pytest.mark.parametrize("objective", ["mdlm", "bd3lm", "ar"])
+def test_methods_default_to_those_of_the_objective(tmp_path, objective):
+    found = load(tmp_path, {"train.objective": objective, "collect": ...})
+    assert found.evaluate.methods == list(recipe.METHODS_OF[objective])
+    assert set(recipe.METHODS_OF) == set(recipe.OBJECTIVES)
 
 
 def test_screening_is_the_screen_of_the_trajectories():

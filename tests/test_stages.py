@@ -9,6 +9,7 @@ import mini
 import pytest
 import torch
 import yaml
+from conftest import TINY
 from mini import contents, finished, snapshot
 
 from cdlm import cli, data, families, recipe, stages
@@ -501,3 +502,73 @@ def test_trajectories_do_not_depend_on_the_test_questions(full, tmp_path):
     assert stages.is_done(run, "collect") and stages.is_done(run, "train")
     with pytest.raises(ValueError, match="test: "):
         stages.is_done(run, "evaluate")
+
+
+def test_an_autoregressive_model_becomes_a_block_diffusion_model(full, tmp_path):
+    """Two recipes: ar from nothing, whose export stock transformers decodes as measured; then bd3lm on a causal LM without a mask token."""
+
+    folder = tmp_path / "a2d"
+    shutil.copytree(full.recipe.parent, folder, ignore=shutil.ignore_patterns("out"))
+    values = mini.values()
+    del values["collect"], values["model"], values["train"]["dlm_weight"]
+    measured = {"thresholds": [0.5], "num_prompts": 2, "latency_prompts": 1}
+    values["scratch"] = {"config": "teacher/config.json", "tokenizer": "teacher", "init": "fan_in"}
+    values["train"] |= {"objective": "ar", "steps": 2}
+    values["evaluate"] = measured
+    (folder / "ar.yaml").write_text(yaml.safe_dump(values))
+    assert cli.main(["distill", str(folder / "ar.yaml"), "--out", str(folder / "ar")]) == 0
+    facts = families.load(folder / "ar" / "export").facts
+    assert (facts.block_length, facts.logit_shift, facts.prompt_attention) == (1, True, "causal")
+    found = json.loads((folder / "ar" / "report.json").read_text())
+    assert {row["method"] for row in found["results"]} == {"autoregressive"}
+    assert row_of(found, "autoregressive")["steps"] == row_of(found, "autoregressive")["output_tokens"]
+
+    del values["scratch"]
+    values |= {"model": "ar/export", "family": "causal"}
+    values["train"] |= {"objective": "bd3lm", "complementary": True}
+    (folder / "bd.yaml").write_text(yaml.safe_dump(values))
+    assert cli.main(["distill", str(folder / "bd.yaml"), "--out", str(folder / "bd")]) == 0
+    facts = families.load(folder / "bd" / "export").facts
+    assert (facts.block_length, facts.logit_shift, facts.prompt_attention) == (mini.BLOCK, True, "causal")
+    assert (folder / "bd" / "export" / "custom_generate" / "generate.py").is_file()
+    assert "BD3-LM" in (folder / "bd" / "export" / "README.md").read_text()
+    again = json.loads((folder / "bd" / "report.json").read_text())
+    assert {row["method"] for row in again["results"]} == set(recipe.METHODS_OF["bd3lm"])
+    assert row_of(again, "autoregressive")["accuracy"] == row_of(found, "autoregressive")["accuracy"]
+    assert row_of(again, "student", 0.5)["steps"] == row_of(again, "student_uncached", 0.5)["steps"]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_student_of_a_model_without_a_mask_token_carries_its_own(full, tmp_path, lora):
+    """A causal LM with the small world's words but no mask; the student folder (or the base with the adapter) has one in a new row."""
+    from test_causal import save
+
+    folder = tmp_path / "a2d"
+    shutil.copytree(full.recipe.parent, folder, ignore=shutil.ignore_patterns("out"))
+    save(folder / "lm", vocab=58, config={"eos_token_id": 2, "pad_token_id": 0})
+    for file in (TINY / "tokenizer").iterdir():
+        text = file.read_text().replace('"mask_token": "<|mask|>",', "").replace("<|mask|>", "<|spare|>")
+        (folder / "lm" / file.name).write_text(text)
+    values = mini.values(lora=lora)
+    del values["collect"], values["train"]["dlm_weight"]
+    values |= {"model": "lm", "family": "causal"}
+    values["train"] |= {"objective": "bd3lm", "steps": 2}
+    values["evaluate"] = {"methods": ["student"], "thresholds": [], "num_prompts": 2, "latency_prompts": 1}
+    (folder / "bd.yaml").write_text(yaml.safe_dump(values))
+    assert cli.main(["distill", str(folder / "bd.yaml"), "--out", str(folder / "out")]) == 0
+    exported = families.load(folder / "out" / "export")
+    assert exported.facts.mask_token_id == 58 == exported.head.weight.shape[0] - 1
+    assert families.load_tokenizer(folder / "out" / "export", exported.facts).mask_token == "<|mask|>"
+
+
+def test_what_needs_a_causal_model_says_so_before_any_work(full, tmp_path, capsys):
+    values = mini.values()
+    del values["collect"], values["train"]["dlm_weight"]
+    for objective, asked_by in (("ar", "objective ar"), ("bd3lm", "evaluate.methods autoregressive")):
+        values["train"]["objective"] = objective
+        path = full.recipe.parent / f"refused-{objective}.yaml"
+        path.write_text(yaml.safe_dump({**values, "evaluate": {}}))
+        assert cli.main(["distill", str(path), "--out", str(tmp_path / objective)]) == 2
+        assert f"{asked_by} needs a causal model with shifted logits (family causal)" in capsys.readouterr().err
+        assert not (tmp_path / objective / "student").exists()
+        path.unlink()

@@ -320,7 +320,7 @@ def test_length_grouped_batches():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"objective": "ar"}, "objective is 'ar'; allowed: cdlm, mdlm"),
+        ({"objective": "rl"}, "objective is 'rl'; allowed: cdlm, mdlm, bd3lm, ar"),
         ({"distill_weight": -1.0}, "distill_weight is -1.0"),
         ({"distill_weight": 0.0, "consistency_weight": 0.0, "dlm_weight": 0.0}, "nothing would be trained"),
         ({"noise_floor": 0.0}, "noise_floor"),

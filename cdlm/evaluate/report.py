@@ -17,6 +17,8 @@ TITLES = {
     "teacher_threshold": "teacher, confidence threshold",
     "teacher_threshold_stop": "teacher, threshold, stops at the end",
     "teacher_block_causal": "teacher under the block-causal mask",
+    "autoregressive": "autoregressive, greedy",
+    "student_sequential": "student, 1 token a step",
     "student": "student, cached",
     "student_uncached": "student, uncached",
 }
@@ -63,6 +65,7 @@ def summarise(results: list[dict[str, Any]], threshold: float, truncated: float 
     teacher_threshold; threshold_steps and student_steps are the steps at which each sweep first reaches it, interpolated.
     The keys that end in _same_stop say the same of teacher_threshold_stop, which stops as the student does.
     step_reduction and latency_speedup compare the naive teacher with the student at the recipe's threshold.
+    Where autoregressive was run, autoregressive_accuracy and _steps are its own, _step_reduction and _latency_speedup against that student.
     """
     teacher, student = _pick(results, "teacher"), _pick(results, "student", threshold)
     cut = _pick(results, "teacher_truncated", truncated) if truncated is not None else None
@@ -94,6 +97,13 @@ def summarise(results: list[dict[str, Any]], threshold: float, truncated: float 
         out["step_reduction"] = teacher["steps"] / student["steps"]
         if teacher["latency_s"] and student["latency_s"]:
             out["latency_speedup"] = teacher["latency_s"]["median"] / student["latency_s"]["median"]
+    greedy = _pick(results, "autoregressive")
+    if greedy:
+        out |= {"autoregressive_accuracy": greedy["accuracy"], "autoregressive_steps": greedy["steps"]}
+        if student:
+            out["autoregressive_step_reduction"] = greedy["steps"] / student["steps"]
+            if greedy["latency_s"] and student["latency_s"]:
+                out["autoregressive_latency_speedup"] = greedy["latency_s"]["median"] / student["latency_s"]["median"]
     return out
 
 
@@ -157,6 +167,17 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"teacher {teacher:.1%} in {_steps(s['teacher_steps'], 1)}")
     elif failed:
         lines.append(f"student {student:.1%} in {_steps(s['student_steps_at_threshold'], 1)}: the student fails")
+    if s.get("autoregressive_accuracy") is not None:
+        greedy = f"{s['autoregressive_accuracy']:.1%} in {s['autoregressive_steps']:.1f} steps"
+        if s["student_accuracy"] is None:
+            lines.append(f"autoregressive {greedy}")
+        else:
+            faster = s.get("autoregressive_latency_speedup")
+            lines.append(
+                f"student {s['student_accuracy']:.1%} in {s['student_steps_at_threshold']:.1f} steps, greedy decoding of the "
+                f"autoregressive model it was made of {greedy}: {s['autoregressive_step_reduction']:.1f}x fewer steps"
+                + (f", {faster:.1f}x lower latency" if faster else "")
+            )
     if s["truncated_accuracy"] is not None:
         lines.append(f"the teacher cut to {_steps(s['truncated_steps'], 0)}: {s['truncated_accuracy']:.1%}")
     for suffix, words in (("", ""), ("_same_stop", ", with the student's stop rule")):
@@ -209,6 +230,8 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
         "teacher_threshold": ("^", "tab:orange"),
         "teacher_threshold_stop": ("v", "tab:olive"),
         "teacher_block_causal": ("D", "tab:purple"),
+        "autoregressive": ("o", "black"),
+        "student_sequential": ("D", "tab:green"),
         "student": ("o", "tab:blue"),
         "student_uncached": ("x", "tab:cyan"),
     }

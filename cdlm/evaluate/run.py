@@ -5,6 +5,8 @@ teacher_truncated      the same, cut to a number of steps for the whole budget
 teacher_threshold      training-free parallel decoding: full attention, confidence threshold
 teacher_threshold_stop the same, stopping after the block with the end token as the student does
 teacher_block_causal   the teacher's weights under the student's mask and cache, one token a step, untrained
+autoregressive         one token after another, greedy: blocks of one token; the model that bd3lm starts from, or the one that ar trained
+student_sequential     the student, one token a step
 student                block-causal, exact block cache, confidence threshold
 student_uncached       the student without its cache
 

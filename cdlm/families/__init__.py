@@ -2,7 +2,8 @@
 
 The file of a family offers NAME, `matches(config)` and `facts(config)`, with `config` the parsed config.json. A family whose files have
 names of their own also offers NATIVE, the model_type of the stock class that computes the same, `native_config(config)` and
-`entries(config)`, its key map.
+`entries(config)`, its key map. One whose facts do not stand in config.json alone offers `facts_of(path, config)`, one that changes a
+loaded model `prepare(hf, facts, path)`.
 """
 
 import json
@@ -15,18 +16,18 @@ import torch
 from safetensors import SafetensorError
 
 from cdlm import attention as attending
-from cdlm.families import adapter, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
+from cdlm.families import adapter, causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
 from cdlm.families.base import DiffusionLM, Facts
 
 FAMILIES: dict[str, ModuleType] = {
-    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe)
+    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, causal)
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("auto", *attending.BACKENDS)
 
 __all__ = [
-    "ATTENTION", "DTYPES", "FAMILIES", "DiffusionLM", "Facts", "find", "load", "load_tokenizer", "read_config", "save_tokenizer",
-    "set_attention",
+    "ATTENTION", "DTYPES", "FAMILIES", "DiffusionLM", "Facts", "facts_of", "find", "load", "load_tokenizer", "read_config",
+    "save_tokenizer", "set_attention",
 ]  # fmt: skip
 
 
@@ -41,13 +42,7 @@ def read_config(path_or_id: str | Path) -> dict[str, Any]:
         return adapter.overlay(read_config(adapter.base_of(found[0])), found[1])
     if file is None:
         raise ValueError(f"{path_or_id} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds {config!r}; it must be an object with named values")
-    return config
+    return _read_json(file)
 
 
 def _looker(path_or_id: str | Path) -> Callable[[str], Path | None]:
@@ -110,7 +105,78 @@ def find(config: dict[str, Any], family: str | None = None) -> ModuleType:
     raise ValueError(
         f"no family recognises model_type {config.get('model_type')!r}; known: {', '.join(sorted(FAMILIES))}. "
         "Name one with family= if you know that it fits."
+        + (" This architecture is a stock causal LM: family causal makes a diffusion LM of it." if causal.is_stock(config) else "")
     )
+
+
+def facts_of(path_or_id: str | Path, config: dict[str, Any], module: ModuleType) -> Facts:
+    """The facts of a checkpoint: from config.json and, for token ids that it does not state, from what stands beside it (`token_ids`).
+
+    A family with a `facts_of` of its own is asked instead.
+    """
+    if hasattr(module, "facts_of"):
+        return module.facts_of(path_or_id, config)
+    return module.facts(token_ids(path_or_id, config)[0])
+
+
+def token_ids(path_or_id: str | Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The config with mask_token_id, eos_token_id and pad_token_id where config.json, the tokenizer or generation_config.json states them,
+    in that order, and the file that each came from. generation_config.json's further end tokens are added: generation stops at each.
+
+    Nothing is guessed: an id that no file states stays out. A config.json that stands alone (a path to the file) is all there is.
+    """
+    found = dict(config)
+    origin = {f"{kind}_token_id": "config.json" for kind in ("mask", "eos", "pad") if config.get(f"{kind}_token_id") is not None}
+    if Path(path_or_id).is_file():
+        return found, origin
+    look = _looker(path_or_id)
+    tokenizer, generation = _tokenizer_ids(look), _read_json(look("generation_config.json"))
+    for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
+        for file, ids in (("tokenizer_config.json", tokenizer), ("generation_config.json", generation)):
+            if found.get(name) is None and ids.get(name) is not None:
+                found[name], origin[name] = ids[name], file
+    ends = [*_listed(found.get("eos_token_id")), *_listed(generation.get("eos_token_id"))]
+    if len(unique := list(dict.fromkeys(ends))) > len(_listed(found.get("eos_token_id"))):
+        found["eos_token_id"] = unique
+        origin["eos_token_id"] += " and generation_config.json"
+    return found, origin
+
+
+def _listed(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _read_json(file: Path | None) -> dict[str, Any]:
+    """A JSON object, empty where there is no file."""
+    if file is None:
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {found!r}; it must be an object with named values")
+    return found
+
+
+def _tokenizer_ids(look: Callable[[str], Path | None]) -> dict[str, int]:
+    """Ids of the special tokens that tokenizer_config.json names, from the files alone."""
+    config = _read_json(look("tokenizer_config.json"))
+    added = {row["content"]: int(number) for number, row in config.get("added_tokens_decoder", {}).items()}
+    if any(config.get(f"{kind}_token") is not None for kind in ("mask", "eos", "pad")):
+        file = _read_json(look("tokenizer.json"))
+        vocabulary = file.get("model", {}).get("vocab", {})
+        added = {
+            **(vocabulary if isinstance(vocabulary, dict) else {}), **{row["content"]: row["id"] for row in file.get("added_tokens", [])},
+            **added,
+        }
+    ids = {}
+    for kind in ("mask", "eos", "pad"):
+        token = config.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in added:
+            ids[f"{kind}_token_id"] = added[token]
+    return ids
 
 
 def load(
@@ -137,7 +203,7 @@ def load(
         return adapter.put_on(base, local_folder(path_or_id), found[1])
     config = read_config(path_or_id)
     module = find(config, family)
-    facts = module.facts(config)
+    facts = facts_of(path_or_id, config, module)
     if hasattr(module, "entries"):
         from cdlm.families import convert
 
@@ -147,6 +213,13 @@ def load(
             hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
         except SafetensorError as error:
             raise ValueError(f"the weights at {path_or_id} can't be read: {error}") from None
+    if hasattr(module, "prepare"):
+        module.prepare(hf, facts, path_or_id)
+    rows = hf.get_input_embeddings().weight.shape[0]
+    for name, number in (("mask_token_id", facts.mask_token_id), ("pad_token_id", facts.pad_token_id),
+                         *(("eos_token_id", end) for end in facts.eos_token_ids)):  # fmt: skip
+        if not 0 <= number < rows:
+            raise ValueError(f"{path_or_id}: {name} is {number}; the model has embeddings for ids 0 to {rows - 1}")
     set_attention(hf, attention, device)
     return DiffusionLM(hf.to(device), facts, module.NAME).eval()
 
@@ -187,10 +260,15 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def load_tokenizer(path_or_id: str | Path, facts: Facts):
-    """The tokenizer of a checkpoint, padding on the left, checked against the checkpoint's facts."""
+    """The tokenizer of a checkpoint, padding on the left, checked against the checkpoint's facts.
+
+    A mask token that family causal added to the model is added here too.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left", trust_remote_code=False)
+    if tokenizer.mask_token_id is None and facts.mask_token_id == len(tokenizer):
+        causal.add_mask(tokenizer)
     for name, stated in (("mask", facts.mask_token_id), ("pad", facts.pad_token_id)):
         found = getattr(tokenizer, f"{name}_token_id")
         if found is not None and found != stated:

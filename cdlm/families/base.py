@@ -42,6 +42,9 @@ class Facts:
             raise ValueError("eos_token_ids is empty; decoding needs at least one end-of-sequence token")
         if self.block_length is not None and self.block_length < 1:
             raise ValueError(f"block_length is {self.block_length}; a block holds at least 1 token")
+        for name in ("mask_token_id", "pad_token_id"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         if self.mask_token_id == self.pad_token_id or self.mask_token_id in self.eos_token_ids:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is also the pad or an end-of-sequence token "
@@ -132,6 +135,41 @@ class DiffusionLM(nn.Module):
     def sequence_logits(self, *args, **kwargs) -> Tensor:
         """Aligned logits of whole sequences, [B, L, V]; arguments as in `sequence_hidden`."""
         return self.head(self.sequence_hidden(*args, **kwargs))
+
+    def noisy_clean_hidden(
+        self, noisy_BN: Tensor, ids_BL: Tensor, valid_BL: Tensor, prompt_length_B: Tensor, block_length: int
+    ) -> Tensor:
+        """Aligned hidden rows of noisy answer slots, each block behind the clean text before it, in one forward, [B, N, D].
+
+        For each block these are the rows of `denoise` after `prefill` of the prompt and `commit` of the clean blocks before it, so
+        training asks what cached decoding asks. With shifted logits the first slot of a block is predicted by the clean row of the
+        token before the block, the others by the noisy row before them. (BD3-LM, arXiv 2503.09573, section 3.)
+
+        noisy_BN: the answer with some slots masked; its last block may be shorter. ids_BL: prompt and clean answer, N < L, the answer
+            real tokens throughout. valid_BL, prompt_length_B, block_length: as in `sequence_hidden`.
+        """
+        slots, prompt = noisy_BN.shape[1], ids_BL.shape[1] - noisy_BN.shape[1]
+        position_BL = masks.positions(valid_BL)
+        position_BN, last_B1 = position_BL[:, prompt:], prompt_length_B[:, None] - 1
+        horizon_BL = self._horizon(position_BL, prompt_length_B, block_length)
+        # A prompt that ends inside a block is computed before the answer: it sees nothing of it, whatever the mask would let it see.
+        horizon_BL = torch.where(position_BL <= last_B1, torch.minimum(horizon_BL, last_B1), horizon_BL)
+        seen = masks.noisy_clean(
+            position_BN, valid_BL[:, prompt:], masks.Tokens(position_BL, horizon_BL, valid_BL), prompt_length_B, block_length,
+            origin=self.facts.block_origin,
+        )
+        row_BLD = self._rows(torch.cat([noisy_BN, ids_BL], dim=1), self._mask(seen), torch.cat([position_BN, position_BL], dim=1), None)
+        noisy_BND, before_BND = row_BLD[:, :slots], row_BLD[:, slots + prompt - 1 : -1]
+        if not self.facts.logit_shift:
+            return noisy_BND
+        block_BN = masks.blocks(position_BN, prompt_length_B, block_length, origin=self.facts.block_origin)
+        first_BN = torch.ones_like(block_BN, dtype=torch.bool)
+        first_BN[:, 1:] = block_BN[:, 1:] != block_BN[:, :-1]
+        return torch.where(first_BN[..., None], before_BND, self._align(noisy_BND, None))
+
+    def noisy_clean_logits(self, *args, **kwargs) -> Tensor:
+        """Aligned logits of noisy answer slots, [B, N, V]; arguments as in `noisy_clean_hidden`."""
+        return self.head(self.noisy_clean_hidden(*args, **kwargs))
 
     def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
         """An empty cache for prompts of these lengths and `capacity` tokens a row, padding included."""

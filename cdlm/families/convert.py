@@ -108,7 +108,7 @@ def to_family(source: Path, config: dict[str, Any], families: dict[str, ModuleTy
 
 def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType]) -> None:
     """Convert a local folder, `to` "native" or "family". The target must not exist; it appears when it is whole."""
-    from cdlm.families import find, read_config
+    from cdlm.families import facts_of, find, read_config
 
     if to not in ("native", "family"):
         raise ValueError(f"--to is {to!r}; allowed: native, family")
@@ -128,7 +128,7 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType])
             module = find(config)
             if not hasattr(module, "entries"):
                 raise ValueError(f"{source} is native already (model_type {config.get('model_type')!r})")
-            to_native(source, config, module, module.facts(config), partial)
+            to_native(source, config, module, facts_of(source, config, module), partial)
         partial.replace(target)
     finally:
         if partial.exists():
@@ -137,7 +137,9 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType])
 
 def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> list[str]:
     """What `cdlm inspect` prints: family, native class, facts and where each came from, parameters."""
-    facts = module.facts(config)
+    from cdlm.families import facts_of, token_ids
+
+    facts, origins = facts_of(path, config, module), {**token_ids(path, config)[1], **getattr(module, "ORIGINS", {})}
     made = native_config(config, module, facts) if hasattr(module, "entries") else None
     if made is None:
         from transformers import AutoConfig
@@ -149,7 +151,12 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> li
     stated = {"eos_token_ids": "eos_token_id", "block_length": "block_size"}
     for name, value in {**facts.to_config(), "eos_token_ids": list(facts.eos_token_ids), "pad_token_id": facts.pad_token_id}.items():
         found = [key for key in (stated.get(name, name), name) if config.get(key) is not None]
-        lines.append(f"{name:<18} {value!s:<16} from {f'config.json, {found[0]}' if found else f'the family, {module.NAME}'}")
+        elsewhere = origins.get(stated.get(name, name), origins.get(name))
+        if found and elsewhere in (None, "config.json"):
+            origin = f"config.json, {found[0]}"
+        else:
+            origin = elsewhere or f"the family, {module.NAME}"
+        lines.append(f"{name:<18} {value!s:<16} from {origin}")
     if "auto_map" in config:
         lines.append(f"auto_map           names remote code ({', '.join(map(str, config['auto_map']))}); it is not run")
     return lines

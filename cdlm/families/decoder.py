@@ -48,7 +48,10 @@ def token_facts(config: dict[str, Any], family: str, **facts: Any) -> Facts:
     A pad token that is missing is the first end-of-sequence token: padding is known by place here, never by its id.
     """
     if config.get("mask_token_id") is None:
-        raise ValueError(f"config.json has no mask_token_id; a {family} checkpoint needs one (pad and eos are not stand-ins)")
+        raise ValueError(
+            f"config.json has no mask_token_id, and neither tokenizer nor generation_config.json names a mask token; a {family} checkpoint "
+            "needs one (pad and eos are not stand-ins): state it in config.json"
+        )
     eos = need(config, "eos_token_id")
     ends = tuple(eos) if isinstance(eos, list) else (eos,)
     pad = config["pad_token_id"] if config.get("pad_token_id") is not None else ends[0]

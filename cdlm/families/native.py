@@ -1,6 +1,6 @@
 """Family "native": a folder under a stock transformers architecture, with the facts in its config.json.
 
-This is what `cdlm export` and the mdlm objective write. The facts are keys of config.json named as the fields of
+This is what training and `cdlm export` write. The facts are keys of config.json named as the fields of
 `Facts` (mask_token_id, block_length, block_origin, logit_shift, prompt_attention, noise).
 """
 
@@ -29,3 +29,10 @@ def facts(config: dict[str, Any]) -> Facts:
 def config_keys(facts: Facts) -> dict[str, Any]:
     """The keys to add to a stock config so that `matches` and `facts` find them again."""
     return {"diffusion_family": NAME, **facts.to_config()}
+
+
+def state(config: Any, facts: Facts) -> None:
+    """Put the facts into a transformers config, in place."""
+    for key, value in config_keys(facts).items():
+        setattr(config, key, value)
+    config.eos_token_id, config.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id

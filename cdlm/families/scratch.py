@@ -41,8 +41,13 @@ def _copying(hf: Any) -> None:
             module.o_proj.weight.copy_(module.v_proj.weight.T)
 
 
-def build(config_path: Path, tokenizer_path: Path, *, init: str, seed: int, dtype: torch.dtype = torch.float32) -> DiffusionLM:
-    """A freshly initialised bidirectional masked diffusion LM with the tokenizer's special tokens as its facts."""
+def build(
+    config_path: Path, tokenizer_path: Path, *, init: str, seed: int, dtype: torch.dtype = torch.float32, **stated: Any
+) -> DiffusionLM:
+    """A freshly initialised masked diffusion LM with the tokenizer's special tokens as its facts.
+
+    stated: facts besides those; without any the model is bidirectional with aligned logits.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if init not in INITS:
@@ -56,7 +61,8 @@ def build(config_path: Path, tokenizer_path: Path, *, init: str, seed: int, dtyp
         raise ValueError(f"{config_path} has vocab_size {config.vocab_size}; the tokenizer has {len(tokenizer)} tokens")
     config.eos_token_id, config.pad_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
     facts = Facts(
-        mask_token_id=tokenizer.mask_token_id, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id
+        mask_token_id=tokenizer.mask_token_id, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id,
+        **stated,
     )
     for key, value in native.config_keys(facts).items():
         setattr(config, key, value)
