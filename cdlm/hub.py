@@ -77,10 +77,10 @@ def card(
                 results.append(EvalResult(
                     task_type="text-generation", dataset_type=row["task"], dataset_name=row["task"], metric_type=kind, metric_value=value,
                 ))
-    kind = [] if objective == "ar" else ["diffusion", "block-diffusion", "custom_generate"] if has_decoder else ["diffusion"]
+    kinds = [] if objective == "ar" else ["diffusion", "block-diffusion", "custom_generate"] if has_decoder else ["diffusion"]
     front = ModelCardData(
         license=license, base_model=base_model, base_model_relation="finetune" if base_model else None, library_name="transformers",
-        pipeline_tag="text-generation", tags=["cdlm", *kind, *tags],
+        pipeline_tag="text-generation", tags=["cdlm", *kinds, *tags],
         datasets=datasets or None, model_name=name, eval_results=results or None,
     )
     usage = """```python
