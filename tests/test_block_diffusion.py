@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdlm import losses, masks
+from cdlm.cache import BlockCache
 from cdlm.data import Example
 from cdlm.families.base import DiffusionLM
 from cdlm.trainer import AnswerNoise, CDLMConfig, CDLMTrainer, Collator
@@ -19,19 +20,29 @@ MASK, EOS = 1, 2
 
 
 def by_cached_decoding(model: DiffusionLM, noisy, prompt, prompt_valid, answer, block_length: int) -> torch.Tensor:
-    """Logits of the noisy slots, block by block: prefill, commit the clean blocks before, denoise. One row at a time."""
+    """Logits of the noisy slots, block by block: commit the prompt, then denoise each block and commit it clean. One row at a time.
+
+    Where blocks start at position 0 the tail of the prompt stands at the head of the first block, unless the prompt is causal: such a
+    tail is committed with the prompt.
+    """
     rows = []
+    facts = model.facts
     for row in range(len(answer)):
-        ids, valid = prompt[row : row + 1], prompt_valid[row : row + 1]
-        length, slots = int(valid.sum()), answer.shape[1]
-        first = block_length if model.facts.block_origin == "prompt_end" else block_length - length % block_length
-        edges = [0, *range(first, slots, block_length), slots]
-        cache = model.prefill(ids, valid, slots, block_length)
+        asked, slots = prompt[row][prompt_valid[row]], answer.shape[1]
+        length = len(asked)
+        over = length % block_length if facts.block_origin == "zero" else 0
+        tail = 0 if facts.prompt_attention == "causal" else over
+        clean = torch.cat([asked[length - tail :], answer[row]])[None]
+        open_ = torch.cat([asked[length - tail :], noisy[row]])[None]
+        edges = [0, *range(block_length - over + tail, slots + tail, block_length), slots + tail]
+        cache = BlockCache(model.hf.config.num_hidden_layers, length + slots, torch.tensor([length]))
+        if length > tail:
+            model.commit(asked[None, : length - tail], torch.ones(1, length - tail, dtype=torch.bool), cache, block_length)
         parts = []
         for begin, end in pairwise(edges):
-            parts.append(model.head(model.denoise(noisy[row : row + 1, begin:end], cache, block_length)))
-            model.commit(answer[row : row + 1, begin:end], torch.ones(1, end - begin, dtype=torch.bool), cache, block_length)
-        rows.append(torch.cat(parts, dim=1))
+            parts.append(model.head(model.denoise(open_[:, begin:end], cache, block_length)))
+            model.commit(clean[:, begin:end], torch.ones(1, end - begin, dtype=torch.bool), cache, block_length)
+        rows.append(torch.cat(parts, dim=1)[:, tail:])
     return torch.cat(rows)
 
 

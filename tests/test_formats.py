@@ -307,7 +307,9 @@ IDS = {
     "in the older decoder": (
         {"mask_token_id": None}, {"mask": "<m>", "decoder": {"157": {"content": "<m>"}}}, (157, (158,)), "tokenizer_config.json",
     ),
-    "then generation_config.json": ({"mask_token_id": None}, {"generation": {"mask_token_id": 156}}, (156, (158,)), "generation_config.json"),
+    "then generation_config.json": (
+        {"mask_token_id": None}, {"generation": {"mask_token_id": 156}}, (156, (158,)), "generation_config.json",
+    ),
     "the tokenizer before generation_config.json": (
         {"mask_token_id": None}, {"mask": "<m>", "generation": {"mask_token_id": 156}}, (159, (158,)), "tokenizer_config.json",
     ),

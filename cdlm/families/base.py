@@ -141,31 +141,39 @@ class DiffusionLM(nn.Module):
     ) -> Tensor:
         """Aligned hidden rows of noisy answer slots, each block behind the clean text before it, in one forward, [B, N, D].
 
-        For each block these are the rows of `denoise` after `prefill` of the prompt and `commit` of the clean blocks before it, so
-        training asks what cached decoding asks. With shifted logits the first slot of a block is predicted by the clean row of the
-        token before the block, the others by the noisy row before them. (BD3-LM, arXiv 2503.09573, section 3.)
+        For each block these are the rows of `denoise` after `commit` of all clean tokens before the block, so training asks what cached
+        decoding asks. With shifted logits the first slot of a block is predicted by the clean row of the token before the block, the
+        others by the noisy row before them. Where blocks start at position 0, the tail of the prompt stands in the first noisy block,
+        as it does in decoding; the tail of a causal prompt is computed before that block and is clean. (BD3-LM, arXiv 2503.09573,
+        section 3.)
 
         noisy_BN: the answer with some slots masked; its last block may be shorter. ids_BL: prompt and clean answer, N < L, the answer
             real tokens throughout. valid_BL, prompt_length_B, block_length: as in `sequence_hidden`.
         """
-        slots, prompt = noisy_BN.shape[1], ids_BL.shape[1] - noisy_BN.shape[1]
+        origin, prompt = self.facts.block_origin, ids_BL.shape[1] - noisy_BN.shape[1]
+        shared = origin == "zero" and self.facts.prompt_attention != "causal"
+        tail = min(block_length - 1, prompt) if shared else 0  # columns of the prompt that may stand in the first noisy block
         position_BL = masks.positions(valid_BL)
-        position_BN, last_B1 = position_BL[:, prompt:], prompt_length_B[:, None] - 1
         horizon_BL = self._horizon(position_BL, prompt_length_B, block_length)
-        # A prompt that ends inside a block is computed before the answer: it sees nothing of it, whatever the mask would let it see.
-        horizon_BL = torch.where(position_BL <= last_B1, torch.minimum(horizon_BL, last_B1), horizon_BL)
+        if shared:  # the prompt's whole blocks are computed before its tail
+            start_B1 = (prompt_length_B // block_length * block_length)[:, None]
+            horizon_BL = torch.where(position_BL < start_B1, torch.minimum(horizon_BL, start_B1 - 1), horizon_BL)
+        position_BM = position_BL[:, prompt - tail :]
+        block_BM = masks.blocks(position_BM, prompt_length_B, block_length, origin=origin)
         seen = masks.noisy_clean(
-            position_BN, valid_BL[:, prompt:], masks.Tokens(position_BL, horizon_BL, valid_BL), prompt_length_B, block_length,
-            origin=self.facts.block_origin,
-        )
-        row_BLD = self._rows(torch.cat([noisy_BN, ids_BL], dim=1), self._mask(seen), torch.cat([position_BN, position_BL], dim=1), None)
-        noisy_BND, before_BND = row_BLD[:, :slots], row_BLD[:, slots + prompt - 1 : -1]
+            position_BM, valid_BL[:, prompt - tail :] & (block_BM >= block_BM[:, tail : tail + 1]),
+            masks.Tokens(position_BL, horizon_BL, valid_BL), torch.zeros_like(prompt_length_B) if shared else prompt_length_B,
+            block_length, origin=origin,
+        )  # fmt: skip
+        ids = torch.cat([ids_BL[:, prompt - tail : prompt], noisy_BN, ids_BL], dim=1)
+        row_BLD = self._rows(ids, self._mask(seen), torch.cat([position_BM, position_BL], dim=1), None)
+        columns = position_BM.shape[1]
         if not self.facts.logit_shift:
-            return noisy_BND
-        block_BN = masks.blocks(position_BN, prompt_length_B, block_length, origin=self.facts.block_origin)
-        first_BN = torch.ones_like(block_BN, dtype=torch.bool)
-        first_BN[:, 1:] = block_BN[:, 1:] != block_BN[:, :-1]
-        return torch.where(first_BN[..., None], before_BND, self._align(noisy_BND, None))
+            return row_BLD[:, tail:columns]
+        first_BM = torch.ones_like(block_BM, dtype=torch.bool)
+        first_BM[:, 1:] = block_BM[:, 1:] != block_BM[:, :-1]
+        clean_BND, noisy_BND = row_BLD[:, columns + prompt - 1 : -1], self._align(row_BLD[:, :columns], None)[:, tail:]
+        return torch.where(first_BM[:, tail:, None], clean_BND, noisy_BND)
 
     def noisy_clean_logits(self, *args, **kwargs) -> Tensor:
         """Aligned logits of noisy answer slots, [B, N, V]; arguments as in `noisy_clean_hidden`."""
