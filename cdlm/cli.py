@@ -132,7 +132,7 @@ def _stages(args: argparse.Namespace) -> int:
         print(plan.ablation(run, args.hardware))
         return 0
     if args.dry_run:
-        print(plan.text(run, stages.STAGES if args.command == "distill" else [args.command], args.hardware))
+        print(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware))
         return 0
     _check_device(recipe.device)
     _quiet()
@@ -234,7 +234,8 @@ def _inspect(args: argparse.Namespace) -> int:
     from cdlm.families import convert
 
     config = families.read_config(args.model)
-    print("\n".join(convert.describe(args.model, config, families.find(config, args.family))))
+    for line in convert.describe(args.model, config, families.find(config, args.family)):
+        print(line, flush=True)
     return 0
 
 
@@ -265,7 +266,7 @@ def _push(args: argparse.Namespace) -> int:
     if args.target.suffix in (".yaml", ".yml") and not args.target.is_dir():
         flags = [("push.repo_id", args.repo_id), ("push.private", args.private), ("push.adapter_only", args.adapter_only)]
         args.set += [f"{key}={str(value).lower() if value is True else value}" for key, value in flags if value]
-        args.recipe = args.target
+        args.recipe, args.hardware = args.target, None
         return _push_run(args) if args.dry_run else _stages(args)
     if args.set or args.out is not None:
         raise ValueError(f"--set and --out belong to a recipe; {args.target} is not a YAML file")

@@ -1,6 +1,7 @@
 """Checkpoints in families' own formats: against what the families' own code computed, there and back, and what is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -356,3 +357,67 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
         shutil.copyfile(file, folder / file.name)
     with pytest.raises(ValueError, match="the tokenizer's mask token is 1, the checkpoint's is 159: not the tokenizer of this model"):
         families.load_tokenizer(folder, families.load(folder).facts)
+
+
+# ---- folders under a stock architecture --------------------------------------------------------------------------------
+
+
+def stock(tmp_path: Path, **tensors) -> Path:
+    """The small world's teacher with some tensors replaced (None: left out)."""
+    folder = tmp_path / "stock"
+    shutil.copytree(ROOT / "recipes" / "tiny" / "teacher", folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    kept = {**load_file(folder / "model.safetensors"), **tensors}
+    save_file({k: v for k, v in kept.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+STOCK = {
+    "a tensor is missing": ({"model.layers.1.mlp.up_proj.weight": None}, "has no tensor model.layers.1.mlp.up_proj.weight"),
+    "one too many": ({"model.extra.weight": torch.zeros(2)}, "LlamaForCausalLM has no place for model.extra.weight"),
+    "another shape": ({"lm_head.weight": torch.zeros(56, 128)}, r"model.safetensors: lm_head.weight has shape \(56, 128\).*\(58, 128\)"),
+    "not a number": ({"model.norm.weight": torch.full((128,), torch.nan)}, "model.safetensors: model.norm.weight holds NaN"),
+}
+
+
+@pytest.mark.parametrize("tensors, said", STOCK.values(), ids=STOCK)
+def test_a_stock_folder_that_is_not_whole_is_refused(tmp_path, tensors, said, capsys):
+    folder = stock(tmp_path, **tensors)
+    with pytest.raises(ValueError, match=said):
+        families.load(folder)
+    assert cli.main(["generate", str(folder), "--prompt", "copy:abc"]) == 2
+    assert "cdlm: error: " in capsys.readouterr().err
+
+
+def test_a_stock_folder_with_a_pickle_or_half_a_file_is_refused(tmp_path):
+    folder = stock(tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors can't be read"):
+        families.load(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle"):
+        families.load(folder)
+
+
+@pytest.mark.parametrize("values, said", [
+    ({"alibi": True}, "alibi True, which Llama can't express"), ({"mask_token_id": None}, "config.json has no mask_token_id"),
+    ({"embedding_size": 170}, r"wte\.weight has shape \(160, 32\); config.json says \(170, 32\)"),
+    ({"n_layers": 3}, "has no tensor model.transformer.blocks.2"),
+])  # fmt: skip
+def test_inspect_says_what_is_refused_and_why(tmp_path, capsys, values, said):
+    folder = copy(tmp_path, "llada")
+    change(folder, **values)
+    assert cli.main(["inspect", str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert "family      llada" in printed.out and re.search(said, printed.err) and printed.err.count("\n") == 1
+
+
+def test_inspect_reads_the_files_but_no_weights(tmp_path, capsys):
+    folder = copy(tmp_path, "llada")
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert "weights     21 tensors in model.safetensors" in capsys.readouterr().out
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert cli.main(["inspect", str(folder)]) == 2
+    assert "is a pickle" in capsys.readouterr().err

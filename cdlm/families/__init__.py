@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from cdlm import attention as attending
 from cdlm.families import adapter, causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
@@ -191,8 +190,6 @@ def load(
 
     attention: a backend of cdlm.attention, or "auto" (on a CPU transformers' own sdpa).
     """
-    from transformers import AutoModelForCausalLM
-
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
@@ -204,15 +201,12 @@ def load(
     config = read_config(path_or_id)
     module = find(config, family)
     facts = facts_of(path_or_id, config, module)
-    if hasattr(module, "entries"):
-        from cdlm.families import convert
+    from cdlm.families import convert
 
+    if hasattr(module, "entries"):
         hf = convert.load(local_folder(path_or_id), config, module, facts, dtype)
     else:
-        try:
-            hf = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
-        except SafetensorError as error:
-            raise ValueError(f"the weights at {path_or_id} can't be read: {error}") from None
+        hf = convert.load_stock(local_folder(path_or_id), dtype)
     if hasattr(module, "prepare"):
         module.prepare(hf, facts, path_or_id)
     rows = hf.get_input_embeddings().weight.shape[0]

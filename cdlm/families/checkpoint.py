@@ -110,6 +110,9 @@ class Files:
     def keys(self) -> set[str]:
         return set(self._where)
 
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._file(self._where[key]).get_slice(key).get_shape())
+
     def file(self, key: str) -> Path:
         return self.folder / self._where[key]
 
@@ -135,6 +138,16 @@ def check_keys(entries: Iterable[Entry], files: Files, ignored: Callable[[str], 
         raise ValueError(f"{files.folder} has no tensor {missing[0]} ({len(missing)} are missing)")
     if extra:
         raise ValueError(f"{files.file(extra[0])}: the native class has no place for {extra[0]} ({len(extra)} such tensors)")
+
+
+def check_shapes(entries: Iterable[Entry], files: Files, shapes: dict[str, torch.Size]) -> None:
+    """Shapes of the tensors that are one tensor in both formats, from the files' headers; as in `native_tensors`, but nothing is read."""
+    for entry in entries:
+        if len(entry.native) == len(entry.family) == 1 and entry.to_native is list:
+            there, wanted = files.shape(entry.family[0]), tuple(shapes[entry.native[0]])
+            if there != wanted:
+                where = f"{files.file(entry.family[0])}: {entry.family[0]}"
+                raise ValueError(f"{where} has shape {there}; config.json says {wanted}")
 
 
 def native_tensors(

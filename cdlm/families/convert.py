@@ -6,11 +6,13 @@ nothing else.
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from cdlm.families import checkpoint, native
@@ -65,6 +67,32 @@ def load(folder: Path, config: dict[str, Any], module: ModuleType, facts: Facts,
     lacking = sorted(key for key, tensor in model.state_dict().items() if tensor.device.type == "meta")
     if lacking:
         raise ValueError(f"{folder}: {lacking[0]} was not filled ({len(lacking)} such tensors)")
+    return model
+
+
+def load_stock(folder: Path, dtype: torch.dtype) -> Any:
+    """A folder under a stock architecture as its own class; what is missing, too much, of another shape or not finite is refused with its
+    name, where transformers would start it at random or say so in a warning."""
+    from transformers import AutoModelForCausalLM
+
+    files = checkpoint.Files(folder)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True, ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"the weights at {folder} can't be read: {error}") from None
+    for key, there, wanted in sorted(found["mismatched_keys"]):
+        where = files.file(key) if key in files else folder
+        raise ValueError(f"{where}: {key} has shape {tuple(there)}; config.json says {tuple(wanted)}")
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{folder} has no tensor {missing[0]} ({len(missing)} are missing)")
+    if extra := sorted(key for key in found["unexpected_keys"] if not key.endswith("rotary_emb.inv_freq")):
+        raise ValueError(f"{folder}: the class {type(model).__name__} has no place for {extra[0]} ({len(extra)} such tensors)")
+    for key, tensor in model.named_parameters():
+        if tensor.numel() and not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):
+            raise ValueError(f"{files.file(key) if key in files else folder}: {key} holds NaN or infinity")
     return model
 
 
@@ -135,19 +163,17 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType])
             shutil.rmtree(partial)
 
 
-def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> list[str]:
-    """What `cdlm inspect` prints: family, native class, facts and where each came from, parameters."""
+def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> Iterator[str]:
+    """The lines that `cdlm inspect` prints, as they are found out: family, facts and where each came from, native class, parameters, weights.
+
+    What is refused is a ValueError in the place of the line it spoils.
+    """
     from cdlm.families import facts_of, token_ids
 
+    yield f"family      {module.NAME}"
+    if "auto_map" in config:
+        yield f"auto_map    names remote code ({', '.join(map(str, config['auto_map']))}); it is not run"
     facts, origins = facts_of(path, config, module), {**token_ids(path, config)[1], **getattr(module, "ORIGINS", {})}
-    made = native_config(config, module, facts) if hasattr(module, "entries") else None
-    if made is None:
-        from transformers import AutoConfig
-
-        made = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "transformers_version"})
-    skeleton = _skeleton(made)
-    lines = [f"family      {module.NAME}", f"native      {type(skeleton).__name__}"]
-    lines.append(f"parameters  {sum(p.numel() for p in skeleton.parameters()):,}")
     stated = {"eos_token_ids": "eos_token_id", "block_length": "block_size"}
     for name, value in {**facts.to_config(), "eos_token_ids": list(facts.eos_token_ids), "pad_token_id": facts.pad_token_id}.items():
         found = [key for key in (stated.get(name, name), name) if config.get(key) is not None]
@@ -156,7 +182,23 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> li
             origin = f"config.json, {found[0]}"
         else:
             origin = elsewhere or f"the family, {module.NAME}"
-        lines.append(f"{name:<18} {value!s:<16} from {origin}")
-    if "auto_map" in config:
-        lines.append(f"auto_map           names remote code ({', '.join(map(str, config['auto_map']))}); it is not run")
-    return lines
+        yield f"{name:<18} {value!s:<16} from {origin}"
+    own_format = hasattr(module, "entries")
+    if own_format:
+        made = native_config(config, module, facts)
+    else:
+        from transformers import AutoConfig
+
+        made = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "transformers_version"})
+    skeleton = _skeleton(made)
+    yield f"native      {type(skeleton).__name__}"
+    yield f"parameters  {sum(p.numel() for p in skeleton.parameters()):,}"
+    if not Path(path).is_dir():
+        yield "weights     on the Hub; loading checks them"
+        return
+    files = checkpoint.Files(Path(path))
+    if own_format:
+        entries = module.entries(config)
+        checkpoint.check_keys(entries, files, _ignored(config))
+        checkpoint.check_shapes(entries, files, _shapes(skeleton))
+    yield f"weights     {len(files.keys())} tensors in {', '.join(files.names[:3])}{' ...' if len(files.names) > 3 else ''}"
