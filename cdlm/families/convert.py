@@ -164,7 +164,7 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType])
 
 
 def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> Iterator[str]:
-    """The lines that `cdlm inspect` prints, as they are found out: family, facts and where each came from, native class, parameters, weights.
+    """The lines that `cdlm inspect` prints, as they are found out: family, facts and their origins, native class, parameters, weights.
 
     What is refused is a ValueError in the place of the line it spoils.
     """
