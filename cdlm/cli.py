@@ -47,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--block-length", type=int, help="slots of a block (default: the model's)")
     generate.add_argument("--confidence-threshold", type=float, help="reveal above this probability (default: the model's, else 0.9)")
     generate.add_argument("--tokens-per-step", type=int, help="reveal so many slots a step, instead of a threshold")
+    generate.add_argument("--steps", type=int, help="spend so many steps on the whole budget, instead of a threshold")
+    generate.add_argument("--steps-per-block", type=int, help="spend so many steps on a block; with a threshold, at most so many")
+    generate.add_argument("--order", default="confidence", help="slots revealed first: confidence, entropy, margin or sequential")
+    generate.add_argument("--top-k", type=int, help="choose among the k most probable tokens")
+    generate.add_argument("--top-p", type=float, help="choose among the fewest tokens whose probabilities add up to p")
     generate.add_argument("--attention", choices=("block_causal", "full"), help="default: block_causal if the model states a block length")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     generate.add_argument("--seed", type=int, default=0, help="of sampling")
@@ -358,7 +363,7 @@ def _generate(args: argparse.Namespace) -> int:
     import torch
 
     from cdlm import data, families
-    from cdlm.decode import DecodeConfig, decode
+    from cdlm.decode import DecodeConfig, decode, slots
 
     _check_device(args.device)
     _quiet()
@@ -370,7 +375,7 @@ def _generate(args: argparse.Namespace) -> int:
     block_causal = (model.facts.block_length is not None or causal) if args.attention is None else args.attention == "block_causal"
     budget = next(n for n in (args.max_new_tokens, generation.max_new_tokens, 256) if n is not None)
     threshold = args.confidence_threshold
-    if threshold is None and args.tokens_per_step is None:
+    if threshold is None and args.tokens_per_step is args.steps is args.steps_per_block is None:
         threshold = config.get("confidence_threshold", 0.9)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"seed is {args.seed}; it must be between 0 and 2**63 - 1")
@@ -387,13 +392,15 @@ def _generate(args: argparse.Namespace) -> int:
     decoding = DecodeConfig(
         max_new_tokens=budget,
         block_length=next(n for n in (args.block_length, model.facts.block_length, usual) if n is not None),
-        confidence_threshold=threshold, tokens_per_step=args.tokens_per_step, block_causal=block_causal, use_cache=block_causal,
-        temperature=args.temperature,
+        confidence_threshold=threshold, tokens_per_step=args.tokens_per_step, steps=args.steps, steps_per_block=args.steps_per_block,
+        order=args.order, block_causal=block_causal, use_cache=block_causal, temperature=args.temperature,
+        top_k=args.top_k, top_p=args.top_p,
     )
     ids = data.prompt_ids(tokenizer, args.prompt, chat_template=tokenizer.chat_template is not None and not args.raw)
     room = getattr(model.hf.config, "max_position_embeddings", None)
-    if room is not None and len(ids) + budget > room:
-        raise ValueError(f"the prompt's {len(ids)} tokens and a budget of {budget} are {len(ids) + budget} positions; the model has {room}")
+    longest = len(ids) + slots(model.facts.block_origin, budget, decoding.block_length)
+    if room is not None and longest > room:
+        raise ValueError(f"the prompt's {len(ids)} tokens and a budget of {budget} are {longest} positions; the model has {room}")
     prompt = torch.tensor([ids], device=model.device)
     seeds = [args.seed] if args.temperature > 0 else None
     if args.trace:

@@ -199,7 +199,8 @@ class Run:
             model = AutoModelForCausalLM.from_config(self._stock(config))
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
-        longest = r.data.max_prompt_tokens + r.decode.max_new_tokens
+        origin = facts.block_origin if facts is not None else "prompt_end"
+        longest = r.data.max_prompt_tokens + slots(origin, r.decode.max_new_tokens, r.decode.block_length)
         room = getattr(model.config, "max_position_embeddings", None)
         if room is not None and longest > room:
             raise ValueError(
