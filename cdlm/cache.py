@@ -83,6 +83,16 @@ class BlockCache(Cache):
         for layer in self.layers:
             layer.committed += position_BC.shape[1]
 
+    def keep_outside(self, start: int, end: int) -> None:
+        """Of what the last forward wrote into an empty cache, keep all but the positions start ... end - 1: the first `start`, then those
+        from `end` on. What a mask needs to know of them is the caller's."""
+        for layer in self.layers:
+            for name in ("keys", "values"):
+                held = getattr(layer, name)
+                written = held[:, :, : layer.capacity]
+                setattr(layer, name, torch.cat([written[:, :, :start], written[:, :, end:], written[:, :, start:end]], dim=2))
+            layer.committed = layer.capacity - (end - start)
+
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
         for layer in self.layers:

@@ -21,19 +21,24 @@ import torch
 from torch import Tensor
 
 from cdlm import unmask
+from cdlm.cache import BlockCache
 from cdlm.families.base import DiffusionLM
 
 ORDERS = ("confidence", "entropy", "margin", "sequential")
 SCHEDULES = ("even", "timesteps")
-WAYS = ("confidence_threshold", "tokens_per_step", "steps", "steps_per_block")
+APPROXIMATE = ("prefix", "dual")
+WAYS = ("confidence_threshold", "factor", "entropy_bound", "tokens_per_step", "steps", "steps_per_block")
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How to decode. One of confidence_threshold, tokens_per_step, steps and steps_per_block says how many slots a step reveals.
+    """How to decode. One of confidence_threshold, factor, entropy_bound, tokens_per_step, steps and steps_per_block says how many slots a
+    step reveals.
 
     max_new_tokens: the budget; honoured exactly, also when it is no multiple of block_length.
     confidence_threshold: reveal every slot with confidence above it, and always the best one (a probability).
+    factor: reveal n slots while (n + 1)(1 - confidence of the n-th) is below it; see `unmask.factor`.
+    entropy_bound: reveal slots while their entropies, the largest left out, add up to no more (nats); see `unmask.entropy_bound`.
     tokens_per_step: reveal that many a step.
     steps: spend that many steps on the whole budget, spread evenly over its blocks (at least one a block).
     steps_per_block: spend that many steps on each block. With confidence_threshold it is the least that a step reveals.
@@ -42,6 +47,8 @@ class DecodeConfig:
     schedule: how `steps` are spread within a block: "even", or "timesteps", see `unmask.timesteps`.
     block_causal: the student's mask; False is the full bidirectional attention of the teacher.
     use_cache: exact block cache; needs block_causal.
+    approximate_cache: for full attention, where no cache is exact: "prefix" keeps keys and values of all before the active block as they
+        were at the block's first step, "dual" of all behind it too (Fast-dLLM, arXiv 2505.22618). None computes everything at every step.
     stop_at_eos: a row stops after the block that holds its first end-of-sequence token. False decodes the whole budget.
     stop_length: a row stops only where a block of this length ends, a multiple of block_length (default: block_length).
     temperature: 0 takes the most probable token; above 0 samples from softmax(logits / temperature). The confidence is
@@ -53,6 +60,8 @@ class DecodeConfig:
     max_new_tokens: int
     block_length: int
     confidence_threshold: float | None = None
+    factor: float | None = None
+    entropy_bound: float | None = None
     tokens_per_step: int | None = None
     steps: int | None = None
     steps_per_block: int | None = None
@@ -60,6 +69,7 @@ class DecodeConfig:
     schedule: str = "even"
     block_causal: bool = True
     use_cache: bool = True
+    approximate_cache: str | None = None
     stop_at_eos: bool = True
     stop_length: int | None = None
     temperature: float = 0.0
@@ -73,18 +83,27 @@ class DecodeConfig:
         given = [n for n in WAYS if getattr(self, n) is not None]
         if len(given) != 1 and given != ["confidence_threshold", "steps_per_block"]:
             raise ValueError(
-                "exactly one of confidence_threshold, tokens_per_step, steps and steps_per_block decides what a step reveals (the first "
-                f"and the last may go together); given: {', '.join(given) or 'none'}"
+                f"exactly one of {', '.join(WAYS[:-1])} and {WAYS[-1]} decides what a step reveals (the first and the last may go "
+                f"together); given: {', '.join(given) or 'none'}"
             )
         for name, value, allowed in (("order", self.order, ORDERS), ("schedule", self.schedule, SCHEDULES)):
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
         if self.confidence_threshold is not None and self.order != "confidence":
             raise ValueError(f"confidence_threshold is a probability; order {self.order!r} gives none, it needs order 'confidence'")
+        if self.factor is not None and self.order != "confidence":
+            raise ValueError(f"factor asks for probabilities; order {self.order!r} gives none, it needs order 'confidence'")
+        if self.entropy_bound is not None and self.order != "entropy":
+            raise ValueError(f"entropy_bound adds up entropies; order {self.order!r} gives none, it needs order 'entropy'")
         if self.schedule == "timesteps" and self.steps is None:
             raise ValueError("schedule 'timesteps' spreads steps; give steps")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above, and finite")
+        if self.approximate_cache is not None:
+            if self.approximate_cache not in APPROXIMATE:
+                raise ValueError(f"approximate_cache is {self.approximate_cache!r}; allowed: {', '.join(APPROXIMATE)}, or none")
+            if self.block_causal:
+                raise ValueError("approximate_cache is for full attention (block_causal False); with block_causal use_cache is exact")
         if self.stop_length is not None and (self.stop_length < 1 or self.stop_length % self.block_length):
             raise ValueError(f"stop_length is {self.stop_length}; it must be a multiple of block_length, {self.block_length}")
         if self.top_k is not None and self.top_k < 1:
@@ -110,6 +129,10 @@ class DecodeConfig:
             return lambda score_BL, open_BL, step: even(score_BL, open_BL, step) | above(score_BL, open_BL, step)
         if self.confidence_threshold is not None:
             return unmask.threshold(self.confidence_threshold)
+        if self.factor is not None:
+            return unmask.factor(self.factor)
+        if self.entropy_bound is not None:
+            return unmask.entropy_bound(self.entropy_bound)
         if self.tokens_per_step is not None:
             return unmask.top_k(self.tokens_per_step)
         assert self.steps is not None
@@ -218,6 +241,7 @@ class _Canvas:
 class _Rows(Protocol):
     """Where the hidden rows of the active block come from."""
 
+    def __init__(self, model: DiffusionLM, canvas: _Canvas, prompt_length_B: Tensor, config: DecodeConfig): ...
     def start(self, block_AS: Tensor, first: int, rows: Tensor) -> bool: ...
     def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor: ...
     def finish(self, block_AS: Tensor, rows: Tensor) -> None: ...
@@ -249,6 +273,33 @@ class _WholeSequence:
 
     def finish(self, block_AS: Tensor, rows: Tensor) -> None:
         self.ids[rows, self.first : self.first + block_AS.shape[1]] = block_AS
+
+
+class _ApproximateCache(_WholeSequence):
+    """Full attention; the first step of a block computes everything, the others only the block (and, with "prefix", what is behind it)."""
+
+    def __init__(self, model: DiffusionLM, canvas: _Canvas, prompt_length_B: Tensor, config: DecodeConfig):
+        super().__init__(model, canvas, prompt_length_B, config)
+        self.cache: BlockCache | None = None
+        self.cached_rows = torch.empty(0, dtype=torch.long)
+
+    def start(self, block_AS: Tensor, first: int, rows: Tensor) -> bool:
+        self.cache = None
+        return super().start(block_AS, first, rows)
+
+    def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor:
+        length, end = self.ids.shape[1], self.first + block_AS.shape[1]
+        self.ids[rows, self.first : end] = block_AS
+        window = slice(self.first, end if self.config.approximate_cache == "dual" else length)
+        if self.cache is None:
+            hidden, self.cache = self.model.full_hidden(self.ids[rows], self.valid[rows], window)
+            self.cached_rows = rows
+            return hidden[:, self.first : end]
+        if rows.shape[0] < self.cached_rows.shape[0]:
+            self.cache.select(torch.isin(self.cached_rows, rows).nonzero()[:, 0])
+            self.cached_rows = rows
+        hidden = self.model.window_hidden(self.ids[rows, window], self.valid[rows], window, self.cache)
+        return hidden[:, : end - self.first]
 
 
 class _CachedBlocks:
@@ -381,7 +432,8 @@ def decode(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds] if seeds is not None else None
     eos = torch.tensor(facts.eos_token_ids, device=device)
     steps, commits, decoded, tails = [0] * batch, [0] * batch, [0] * batch, canvas.tail_B.tolist()
-    source: _Rows = (_CachedBlocks if config.use_cache else _WholeSequence)(model, canvas, valid_BP.sum(dim=1), config)
+    kind: type[_Rows] = _CachedBlocks if config.use_cache else _ApproximateCache if config.approximate_cache else _WholeSequence
+    source: _Rows = kind(model, canvas, valid_BP.sum(dim=1), config)
     row_A, length = torch.arange(batch, device=device), canvas.ids_BG.shape[1]
     ended_B = torch.zeros(batch, dtype=torch.bool, device=device)
     # Where a row's blocks begin, counted from where blocks of stop_length do.

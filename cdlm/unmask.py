@@ -34,6 +34,42 @@ def threshold(tau: float) -> Rule:
     return rule
 
 
+def factor(value: float) -> Rule:
+    """The n most confident open slots, n the largest for which (n + 1)(1 - c_n) < factor, c_n the confidence of the n-th; at least one.
+
+    The less sure the last of them is, the fewer go together. (Fast-dLLM, arXiv 2505.22618, factor-based decoding.)
+    """
+    if not 0 < value < float("inf"):
+        raise ValueError(f"factor is {value}; it must be above 0 and finite")
+
+    def rule(confidence_BL: Tensor, open_BL: Tensor, step: int) -> Tensor:
+        ordered_BL, place_BL = confidence_BL.float().masked_fill(~open_BL, -torch.inf).sort(dim=1, descending=True)
+        number_L = torch.arange(1, ordered_BL.shape[1] + 1, device=ordered_BL.device)
+        fits_BL = (number_L + 1) * (1 - ordered_BL) < value
+        count_B = (fits_BL * number_L).amax(dim=1).clamp(min=1)
+        chosen_BL = number_L <= count_B[:, None]
+        return torch.zeros_like(open_BL).scatter(1, place_BL, chosen_BL) & open_BL
+
+    return rule
+
+
+def entropy_bound(bound: float) -> Rule:
+    """The open slots of smallest entropy, as many as keep the sum of their entropies less the largest of them within `bound` (nats).
+
+    The score that this rule gets is the negative entropy (order "entropy"). That difference bounds how far the joint distribution of the
+    slots is from the product of their own. (EB-Sampler, arXiv 2505.24857; at least one slot.)
+    """
+    if not 0 <= bound < float("inf"):
+        raise ValueError(f"entropy_bound is {bound}; it must be 0 or above, and finite")
+
+    def rule(score_BL: Tensor, open_BL: Tensor, step: int) -> Tensor:
+        ordered_BL, place_BL = (-score_BL.float()).masked_fill(~open_BL, torch.inf).sort(dim=1)
+        before_BL = ordered_BL.cumsum(dim=1) - ordered_BL  # sorted, so the last is the largest: the sum of all before it
+        return torch.zeros_like(open_BL).scatter(1, place_BL, before_BL <= bound) & open_BL
+
+    return rule
+
+
 def top_k(count: int) -> Rule:
     """A fixed number of slots a step, the most confident first (LLaDA's low-confidence remasking). 1 is the naive decoder."""
     if count < 1:

@@ -19,7 +19,7 @@ def config(**values) -> DecodeConfig:
 
 
 def _way(values) -> bool:
-    return any(key in values for key in ("confidence_threshold", "tokens_per_step", "steps", "steps_per_block"))
+    return any(key in values for key in ("confidence_threshold", "factor", "entropy_bound", "tokens_per_step", "steps", "steps_per_block"))
 
 
 def ending_model(**values):
@@ -236,7 +236,7 @@ ZERO = {"block_origin": "zero", "prompt_attention": "block_causal"}
 ZERO_WAYS = (
     {"confidence_threshold": 0.3}, {"tokens_per_step": 1}, {"steps_per_block": 3}, {"confidence_threshold": 0.2, "steps_per_block": 2},
     {"tokens_per_step": 2, "order": "sequential"}, {"tokens_per_step": 1, "order": "entropy"}, {"tokens_per_step": 3, "order": "margin"},
-    {"steps": 9}, {"confidence_threshold": 0.3, "top_k": 5},
+    {"steps": 9}, {"confidence_threshold": 0.3, "top_k": 5}, {"factor": 1.2}, {"entropy_bound": 1.5, "order": "entropy"},
 )  # fmt: skip
 LENGTHS = [5, 9, 12, 3, 7, 1, 8]  # with blocks of 4: tails of 1, 1, 0, 3, 3, 1 and 0 tokens; prompts shorter than a block among them
 
@@ -364,6 +364,10 @@ def test_a_logit_that_is_not_finite_is_an_error_with_its_place():
         ({"order": "entropy", "confidence_threshold": 0.5}, "order 'entropy' gives none"),
         ({"schedule": "cosine"}, "schedule is 'cosine'"),
         ({"schedule": "timesteps"}, "schedule 'timesteps' spreads steps"),
+        ({"factor": 1.0, "order": "entropy"}, "factor asks for probabilities"),
+        ({"entropy_bound": 1.0}, "entropy_bound adds up entropies"),
+        ({"approximate_cache": "dual"}, "use_cache is exact"),
+        ({"approximate_cache": "both", "block_causal": False, "use_cache": False}, "approximate_cache is 'both'; allowed: prefix, dual"),
         ({"top_k": 0}, "top_k is 0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
     ],
@@ -381,3 +385,63 @@ def test_bad_prompts_are_refused():
             decode(model, prompt, mask, config())
     with pytest.raises(ValueError, match="one seed for each of the 2 rows"):
         decode(model, ids, valid, config(temperature=0.5), seeds=[1])
+
+
+# ---- approximate caches of full attention ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["prefix", "dual"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_approximate_caches_are_exact_for_one_layer(kind, shift):
+    """Keys of the first layer depend on the tokens alone, and tokens outside the active block do not change while it is refined: with one
+    layer nothing is stale, except that a shifted model's first slot is predicted by a row outside the window, which has seen the block."""
+    model = ending_model(facts={"logit_shift": shift})
+    model.hf.model.layers = model.hf.model.layers[:1]
+    model.hf.config.num_hidden_layers = 1
+    ids, valid = random_prompts([5, 9, 2])
+    asked = DecodeConfig(12, 4, confidence_threshold=0.3, block_causal=False, use_cache=False)
+    cached = decode(model, ids, valid, dataclasses.replace(asked, approximate_cache=kind))
+    exact = decode(model, ids, valid, asked)
+    if not shift:
+        assert torch.equal(cached.filled_BM, exact.filled_BM) and cached.steps == exact.steps
+    for row, length in enumerate([5, 9, 2]):
+        alone = decode(
+            model, ids[row][valid[row]][None], torch.ones(1, length, dtype=torch.bool), dataclasses.replace(asked, approximate_cache=kind)
+        )
+        assert torch.equal(alone.filled_BM[0], cached.filled_BM[row])
+
+
+@pytest.mark.parametrize("kind", ["prefix", "dual"])
+def test_approximate_caches_compute_a_window_against_what_was(kind):
+    """The rows of a window against keys that were kept equal the rows of a whole forward as long as nothing has changed, also with padding,
+    and with two layers they differ once the block has: that is what makes these caches approximate."""
+    model = random_model()
+    ids, valid = random_prompts([6, 9])
+    ids, valid = torch.cat([ids, torch.full((2, 8), 1)], dim=1), torch.cat([valid, torch.ones(2, 8, dtype=torch.bool)], dim=1)
+    window = slice(9, 13 if kind == "dual" else 17)
+    with torch.no_grad():
+        whole, cache = model.full_hidden(ids, valid, window)
+        assert torch.allclose(whole[valid], model.sequence_hidden(ids, valid)[valid], atol=1e-5)
+        assert torch.allclose(model.window_hidden(ids[:, window], valid, window, cache), whole[:, window], atol=1e-5)
+        changed_ids = ids.clone()
+        changed_ids[:, 9:11] = 20
+        there = model.window_hidden(changed_ids[:, window], valid, window, cache)
+        exact = model.sequence_hidden(changed_ids, valid)[:, window]
+        assert 1e-3 < float((there - exact).abs().max())
+        _, single = model.full_hidden(ids[:1, 3:], valid[:1, 3:], slice(6, window.stop - 3))
+        assert torch.allclose(
+            model.window_hidden(changed_ids[:1, window], valid[:1, 3:], slice(6, window.stop - 3), single), there[:1], atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", ["prefix", "dual"])
+def test_approximate_caches_take_fewer_tokens_a_step(kind):
+    """Budget 12 in blocks of 4 after a prompt of 5: the first step of a block computes 17 tokens, the others the window: 4, or all from the
+    block on (12, 8, 4)."""
+    model, widths = random_model(), []
+    rows = model._rows
+    model._rows = lambda ids, *rest: (widths.append(ids.shape[1]), rows(ids, *rest))[1]
+    ids, valid = random_prompts([5])
+    asked = DecodeConfig(12, 4, tokens_per_step=2, block_causal=False, use_cache=False, approximate_cache=kind, stop_at_eos=False)
+    decode(model, ids, valid, asked)
+    assert widths == ([17, 4] * 3 if kind == "dual" else [17, 12, 17, 8, 17, 4])

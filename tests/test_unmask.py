@@ -9,6 +9,7 @@ from cdlm import unmask
 
 RULES = st.one_of(
     st.floats(0, 1).map(unmask.threshold),
+    st.floats(0.01, 8).map(unmask.factor),
     st.integers(1, 12).map(unmask.top_k),
     st.tuples(st.integers(1, 12), st.integers(1, 15)).map(lambda pair: unmask.spread(*pair)),
 )
@@ -155,3 +156,40 @@ def test_timesteps_take_the_most_confident_of_each_row():
     assert [row.nonzero()[:, 0].tolist() for row in revealed] == [[6, 7, 8, 9], [3, 4]]
     with pytest.raises(ValueError, match="steps is 0"):
         unmask.timesteps(0)
+
+
+def test_factor_by_hand():
+    """Confidences 0.95, 0.9, 0.8, 0.5: (n + 1)(1 - c_n) = 0.1, 0.3, 0.8, 2.5. Two are below 0.5, three below 1, none below 0.05: one stays."""
+    confidence = [0.8, 0.95, 0.5, 0.9]
+    assert reveal(unmask.factor(0.5), confidence) == [1, 3]
+    assert reveal(unmask.factor(1.0), confidence) == [0, 1, 3]
+    assert reveal(unmask.factor(0.05), confidence) == [1]
+    assert reveal(unmask.factor(2.6), confidence) == [0, 1, 2, 3]
+    assert reveal(unmask.factor(1.0), confidence, [True, False, True, True]) == [0, 3]  # 0.9, 0.8: 0.2 and 0.6
+
+
+def test_entropy_bound_by_hand():
+    """Entropies 0.1, 0.2, 0.4, 1.0: the sums without the largest are 0, 0.1, 0.3, 0.7."""
+    score = [-0.4, -0.1, -1.0, -0.2]
+    assert reveal(unmask.entropy_bound(0.0), score) == [1]
+    assert reveal(unmask.entropy_bound(0.15), score) == [1, 3]
+    assert reveal(unmask.entropy_bound(0.35), score) == [0, 1, 3]
+    assert reveal(unmask.entropy_bound(0.75), score) == [0, 1, 2, 3]
+    assert reveal(unmask.entropy_bound(0.15), score, [True, False, True, True]) == [3]
+
+
+@given(block=blocks(), bound=st.floats(0, 3))
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_entropy_bound_reveals_open_slots_and_at_least_one(block, bound):
+    confidence, is_open = block
+    revealed = unmask.entropy_bound(bound)(-confidence, is_open, 0)
+    assert not (revealed & ~is_open).any() and torch.equal(revealed.any(dim=1), is_open.any(dim=1))
+
+
+@pytest.mark.parametrize("make, value, named", [
+    (unmask.factor, 0.0, "factor is 0.0"), (unmask.factor, float("nan"), "factor is nan"),
+    (unmask.entropy_bound, -1.0, "entropy_bound is -1.0"),
+])
+def test_a_bound_out_of_range_is_refused(make, value, named):
+    with pytest.raises(ValueError, match=named):
+        make(value)

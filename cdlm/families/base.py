@@ -179,6 +179,31 @@ class DiffusionLM(nn.Module):
         """Aligned logits of noisy answer slots, [B, N, V]; arguments as in `noisy_clean_hidden`."""
         return self.head(self.noisy_clean_hidden(*args, **kwargs))
 
+    def full_hidden(self, ids_BL: Tensor, valid_BL: Tensor, window: slice) -> tuple[Tensor, BlockCache]:
+        """Aligned hidden rows of whole sequences under full attention, [B, L, D], and a cache that holds the keys and values of all tokens
+        outside a window, as this forward had them."""
+        position_BL = masks.positions(valid_BL)
+        cache = self.new_cache(valid_BL.sum(dim=1), ids_BL.shape[1])
+        mask = self._mask(masks.clean(masks.full(position_BL), position_BL, valid_BL))
+        row_BLD = self._rows(ids_BL, mask, position_BL, cache)
+        cache.keep_outside(window.start, window.stop)
+        cache.boundary_BD = row_BLD[:, window.start - 1] if window.start else None
+        return self._align(row_BLD, None), cache
+
+    def window_hidden(self, ids_BW: Tensor, valid_BL: Tensor, window: slice, cache: BlockCache) -> Tensor:
+        """Aligned hidden rows of a window's tokens, [B, W, D], under full attention against the keys and values that `full_hidden` kept.
+
+        valid_BL: of the whole sequence.
+        """
+        position_BL = masks.positions(valid_BL)
+        outside = torch.cat([torch.arange(window.start), torch.arange(window.stop, valid_BL.shape[1])]).to(valid_BL.device)
+        inside_BW, position_BW = valid_BL[:, window], position_BL[:, window]
+        mask = self._mask(masks.clean(
+            masks.full(position_BW), torch.cat([position_BL[:, outside], position_BW], dim=1),
+            torch.cat([valid_BL[:, outside], inside_BW], dim=1),
+        ))  # fmt: skip
+        return self._align(self._rows(ids_BW, mask, position_BW, cache), cache.boundary_BD)
+
     def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
         """An empty cache for prompts of these lengths and `capacity` tokens a row, padding included."""
         return BlockCache(layers=self.hf.config.num_hidden_layers, capacity=capacity, prompt_length_B=prompt_length_B)
