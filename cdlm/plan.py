@@ -192,6 +192,8 @@ class Plan:
         steps = {
             "teacher": tests.slots if e.teacher_stops_at_eos else budget, "teacher_block_causal": tests.slots, "teacher_threshold": swept,
             "teacher_threshold_stop": swept, "student": swept, "student_uncached": few,
+            "teacher_fixed": sum(budget / k for k in e.fixed), "teacher_factor": len(e.factors) * few,
+            "teacher_entropy_bound": len(e.entropy_bounds) * few, "teacher_prefix_cache": swept, "teacher_dual_cache": swept,
             "autoregressive": tests.slots, "student_sequential": tests.slots,
             "teacher_truncated": sum(e.truncated_steps) + (few if "student" in e.methods else 0),
         }

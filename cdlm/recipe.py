@@ -20,6 +20,7 @@ SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "warmup_st
 METHODS = (
     "teacher", "teacher_truncated", "teacher_threshold", "teacher_threshold_stop", "teacher_block_causal", "student", "student_uncached",
 )
+BASELINES = ("teacher_fixed", "teacher_factor", "teacher_entropy_bound", "teacher_prefix_cache", "teacher_dual_cache")
 METHODS_OF = {  # objective -> what can be measured after it
     "cdlm": METHODS, "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
     "ar": ("autoregressive",),
@@ -147,9 +148,10 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """What is measured. methods: null for all that METHODS_OF has for the objective.
+    """What is measured. methods: null for all that METHODS_OF has for the objective; after cdlm and mdlm also BASELINES, when named.
 
-    thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them.
+    thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them. fixed (tokens a step), factors and
+    entropy_bounds are those of the training-free baselines of these names; the two caches are Fast-dLLM's, at the thresholds.
 
     num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: so many of
     them, from the groups in turn, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.
@@ -160,6 +162,9 @@ class Evaluate:
     methods: list[str] | None = None
     thresholds: list[float] = field(default_factory=lambda: [0.5, 0.7, 0.8, 0.9, 0.95, 0.99])
     truncated_steps: list[int] = field(default_factory=list)
+    fixed: list[int] = field(default_factory=lambda: [2, 4])
+    factors: list[float] = field(default_factory=lambda: [0.5, 1.0])
+    entropy_bounds: list[float] = field(default_factory=lambda: [0.1, 0.5])
     num_prompts: int | None = None
     batch_size: int = 32
     latency_prompts: int = 20
@@ -471,7 +476,7 @@ def check(recipe: Recipe) -> None:
             within("collect.temperatures", temperature, 0, 100)
         within("collect.screen.ngram", r.collect.screen.ngram, 1)
         within("collect.screen.repeats", r.collect.screen.repeats, 1)
-    allowed = METHODS_OF[t.objective]
+    allowed = METHODS_OF[t.objective] + (BASELINES if t.objective in ("cdlm", "mdlm") else ())
     if not e.methods or len(set(e.methods)) < len(e.methods):
         raise ValueError(f"evaluate.methods is {e.methods}; name at least one of {', '.join(allowed)}, each once")
     for method in e.methods:
@@ -482,6 +487,12 @@ def check(recipe: Recipe) -> None:
         within("evaluate.thresholds", tau, 0, 1)
     for steps in e.truncated_steps:
         within("evaluate.truncated_steps", steps, 1)
+    for count in e.fixed:
+        within("evaluate.fixed", count, 1)
+    for bound in e.factors:
+        within("evaluate.factors", bound, 1e-6)
+    for bound in e.entropy_bounds:
+        within("evaluate.entropy_bounds", bound, 0)
     for name in ("batch_size", "latency_prompts", "repeats"):
         within(f"evaluate.{name}", getattr(e, name), 1)
     within("evaluate.warmup_prompts", e.warmup_prompts, 0)

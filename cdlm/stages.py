@@ -208,7 +208,10 @@ class Run:
                 f"positions; the model has {room}"
             )
         if facts is not None:
-            trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
+            own = trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
+            caches = [name for name in r.evaluate.methods or () if name in ("teacher_prefix_cache", "teacher_dual_cache")]
+            if caches and own.block_causal:
+                raise ValueError(f"evaluate.methods has {caches[0]}; this teacher is a block diffusion model, whose own cache is exact")
         if r.train.lora is not None:
             from cdlm.trainer import match_targets
 
@@ -572,6 +575,19 @@ def evaluate(run: Run) -> None:
             stop = e.teacher_stops_at_eos or name == "teacher_threshold_stop"
             return [
                 Method(name, t, changed(naive, confidence_threshold=t, stop_at_eos=stop), teacher, teacher_weights)
+                for t in thresholds
+            ]
+        if name == "teacher_fixed":
+            return [Method(name, k, changed(naive, tokens_per_step=int(k)), teacher, teacher_weights) for k in sorted(set(e.fixed))]
+        if name == "teacher_factor":
+            return [Method(name, f, changed(naive, factor=f), teacher, teacher_weights) for f in sorted(set(e.factors))]
+        if name == "teacher_entropy_bound":
+            bounds = sorted(set(e.entropy_bounds))
+            return [Method(name, b, changed(naive, entropy_bound=b, order="entropy"), teacher, teacher_weights) for b in bounds]
+        if name in ("teacher_prefix_cache", "teacher_dual_cache"):
+            kind = name.removeprefix("teacher_").removesuffix("_cache")
+            return [
+                Method(name, t, changed(naive, confidence_threshold=t, approximate_cache=kind), teacher, teacher_weights)
                 for t in thresholds
             ]
         if name == "teacher_block_causal":

@@ -164,6 +164,9 @@ WRONG = {
     "repeats 0": ({"collect.screen": {"repeats": 0}}, "collect.screen.repeats is 0; it must be at least 1"),
     "sweep threshold": ({"evaluate.thresholds": [0.5, 9]}, "evaluate.thresholds is 9.0; it must be between 0 and 1"),
     "sweep steps": ({"evaluate.truncated_steps": [8, 0]}, "evaluate.truncated_steps is 0; it must be at least 1"),
+    "fixed": ({"evaluate.fixed": [0]}, "evaluate.fixed is 0; it must be at least 1"),
+    "factor": ({"evaluate.factors": [0.0]}, "evaluate.factors is 0.0; it must be at least"),
+    "entropy bound": ({"evaluate.entropy_bounds": [-0.1]}, "evaluate.entropy_bounds is -0.1; it must be at least 0"),
     "evaluate repeats": ({"evaluate.repeats": 0}, "evaluate.repeats is 0; it must be at least 1"),
     "evaluate warmup": ({"evaluate.warmup_prompts": -1}, "evaluate.warmup_prompts is -1; it must be at least 0"),
     # names

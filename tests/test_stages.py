@@ -343,6 +343,37 @@ def test_report_has_the_promised_fields(tmp_path_factory, adapter):
         assert [row["parameter"] for row in rows if row["task"] == task and row["method"] == "student"] == [0.3, 0.5, 0.9]
 
 
+def test_training_free_baselines_are_decodings_of_the_teacher(full, tmp_path):
+    """Each with its own rule, by itself, against `decode` on the four test questions: steps of every question."""
+    from cdlm import data, families
+    from cdlm.decode import DecodeConfig, decode
+
+    whole = {"block_causal": False, "use_cache": False, "stop_at_eos": False}
+    configs = {
+        ("teacher_fixed", 3): {"tokens_per_step": 3}, ("teacher_factor", 0.7): {"factor": 0.7},
+        ("teacher_entropy_bound", 1.0): {"entropy_bound": 1.0, "order": "entropy"},
+        ("teacher_prefix_cache", 0.3): {"confidence_threshold": 0.3, "approximate_cache": "prefix"},
+        ("teacher_dual_cache", 0.3): {"confidence_threshold": 0.3, "approximate_cache": "dual"},
+    }  # fmt: skip
+    out = full.copy(tmp_path / "out")
+    for name in ("report.json", "evaluate.request.json"):
+        (out / name).unlink()
+    changes = ["evaluate.methods=[" + ", ".join(recipe.BASELINES) + "]", "evaluate.fixed=[3]", "evaluate.factors=[0.7]",
+               "evaluate.entropy_bounds=[1.0]", "evaluate.thresholds=[0.3]"]  # fmt: skip
+    run = stages.Run(recipe.load(full.recipe, changes), out, say=lambda text: None)
+    run.check_inputs()
+    stages.evaluate(run)
+    found = json.loads((out / "report.json").read_text())
+    assert {row["method"] for row in found["results"]} == set(recipe.BASELINES)
+    model = families.load(full.recipe.parent / "teacher")
+    examples = run.examples(families.load_tokenizer(full.recipe.parent / "teacher", model.facts), "test", 4)
+    prompt, valid = data.pad_left([e.prompt_ids for e in examples], 0)
+    for (method, parameter), values in configs.items():
+        expected = decode(model, prompt, valid, DecodeConfig(16, 8, **whole, **values)).steps
+        assert row_of(found, method, parameter)["steps"] == pytest.approx(sum(expected) / 4), method
+    assert len({row_of(found, *key)["steps"] for key in configs}) > 2
+
+
 def row_of(report: dict, method: str, parameter: float | None = None, task: str = "all") -> dict:
     (row,) = [r for r in report["results"] if (r["task"], r["method"], r["parameter"]) == (task, method, parameter)]
     return row

@@ -4,6 +4,11 @@ teacher                naive decoding: full attention, one token a step, no cach
 teacher_truncated      the same, cut to a number of steps for the whole budget
 teacher_threshold      training-free parallel decoding: full attention, confidence threshold
 teacher_threshold_stop the same, stopping after the block with the end token as the student does
+teacher_fixed          training-free: a fixed number of tokens a step
+teacher_factor         training-free: the factor rule (Fast-dLLM)
+teacher_entropy_bound  training-free: an entropy bound (EB-Sampler)
+teacher_prefix_cache   training-free: confidence threshold with Fast-dLLM's prefix cache (approximate)
+teacher_dual_cache     the same with its dual cache
 teacher_block_causal   the teacher's weights under the student's mask and cache, one token a step, untrained
 autoregressive         one token after another, greedy: blocks of one token; the model that bd3lm starts from, or the one that ar trained
 student_sequential     the student, one token a step
