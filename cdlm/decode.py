@@ -78,8 +78,8 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "block_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1 (and below 2**31)")
         given = [n for n in WAYS if getattr(self, n) is not None]
         if len(given) != 1 and given != ["confidence_threshold", "steps_per_block"]:
             raise ValueError(
@@ -374,7 +374,8 @@ def choose(
             if generator is not None:
                 noise[row] = torch.rand(logits_ASV.shape[1:], generator=generator, dtype=torch.float64)
         gumbel = -torch.log(-torch.log(noise.clamp(min=1e-300))).to(logits_ASV.device)
-        token_AS = (logits_ASV.double() / temperature + gumbel).argmax(dim=-1)
+        behind = logits_ASV.double() - logits_ASV.double().amax(dim=-1, keepdim=True)  # so that no temperature is too small to divide by
+        token_AS = torch.where(behind == 0, gumbel, behind / temperature + gumbel).argmax(dim=-1)
     return token_AS, probability_ASV.gather(-1, token_AS[..., None])[..., 0], probability_ASV
 
 

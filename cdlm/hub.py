@@ -333,7 +333,11 @@ def pack(folder: Path, repo_id: str, *, adapter_only: bool = False) -> Shipment:
             raise ValueError(f"{source / name} can't be sent: {left_out.get(name, 'it is not in the folder')}")
     _refuse_access_tokens([source / name for name in files if name not in weights])
     if "README.md" in files:
-        files["README.md"] = (source / "README.md").read_text(encoding="utf-8").replace(PLACE, repo_id).encode()
+        try:
+            text = (source / "README.md").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{source / 'README.md'} is not UTF-8: {error}") from None
+        files["README.md"] = text.replace(PLACE, repo_id).encode()
     return Shipment(source, repo_id, files, weights, left_out)
 
 

@@ -180,7 +180,7 @@ class Run:
 
         everything: False (a dry run) leaves out what is not on this machine and fetches nothing if the recipe has a config.
         """
-        from transformers import AutoModelForCausalLM
+        from cdlm.families import convert
 
         r = self.recipe
         place = r.model_path() if everything and r.scratch is None else self.here()
@@ -195,8 +195,7 @@ class Run:
             )):  # fmt: skip
                 if asked:
                     autoregressive(facts, asked_by)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self._stock(config))
+        model = convert.skeleton(self._stock(config))
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         origin = facts.block_origin if facts is not None else "prompt_end"
@@ -231,8 +230,6 @@ class Run:
 
     def _stock(self, config: dict[str, Any]) -> Any:
         """The stock transformers config of a config.json, be it a family's own or a stock one."""
-        from transformers import AutoConfig
-
         from cdlm.families import convert
 
         r = self.recipe
@@ -241,10 +238,8 @@ class Run:
             if hasattr(module, "entries"):
                 place = self.here()
                 return convert.native_config(config, module, families.facts_of(place, config, module) if place else module.facts(config))
-        values = {key: value for key, value in config.items() if key != "transformers_version"}
-        if "model_type" not in values:
-            raise ValueError("config.json has no model_type, which names the stock class")
-        return AutoConfig.for_model(**values)
+        values = {key: value for key, value in config.items() if key not in ("transformers_version", "model_type")}
+        return convert.stock_config(config.get("model_type"), values)
 
     def _checked_tokenizer(self, facts: families.Facts | None, place: Path | str) -> Any:
         if facts is not None:

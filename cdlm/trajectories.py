@@ -173,7 +173,7 @@ def versions() -> dict[str, str]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write beside the place, then rename into it: a reader sees the old file or the new one, whole."""
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
     partial.replace(path)
 

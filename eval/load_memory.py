@@ -48,7 +48,7 @@ def generate(folder: Path, shard_bytes: int) -> None:
 
     config = {**json.loads((ROOT / "tests/fixtures/llada/config.json").read_text()), **SIZES}
     module = find(config)
-    shapes = convert._shapes(convert._skeleton(convert.native_config(config, module, module.facts(config))))
+    shapes = convert._shapes(convert.skeleton(convert.native_config(config, module, module.facts(config))))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     checkpoint.write(folder, (

@@ -207,7 +207,7 @@ def other_shape(tmp_path: Path, name: str, **values) -> tuple[Path, dict[str, to
     config = {**json.loads((FIXTURES / name / "config.json").read_text()), **values}
     (folder / "config.json").write_text(json.dumps(config))
     module = families.find(config)
-    skeleton = convert._skeleton(convert.native_config(config, module, module.facts(config)))
+    skeleton = convert.skeleton(convert.native_config(config, module, module.facts(config)))
     draw = torch.Generator().manual_seed(0)
     native = {key: torch.randn(shape, generator=draw) for key, shape in convert._shapes(skeleton).items()}
     entries = module.entries(config)

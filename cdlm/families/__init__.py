@@ -38,7 +38,10 @@ def read_config(path_or_id: str | Path) -> dict[str, Any]:
     look = _looker(path_or_id)
     file = look("config.json")
     if file is None and (found := adapter.find(look)) is not None:
-        return adapter.overlay(read_config(adapter.base_of(found[0])), found[1])
+        base = adapter.base_of(found[0])
+        if Path(base).is_dir() and Path(base).resolve() == Path(path_or_id).resolve():
+            raise ValueError(f"{found[0]} names itself as its base; base_model_name_or_path must be another model")
+        return adapter.overlay(read_config(base), found[1])
     if file is None:
         raise ValueError(f"{path_or_id} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
     return _read_json(file)
@@ -141,8 +144,13 @@ def token_ids(path_or_id: str | Path, config: dict[str, Any]) -> tuple[dict[str,
     return found, origin
 
 
-def _listed(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+def _listed(value: Any) -> list[int]:
+    """End tokens as a list; a ValueError unless they are whole numbers."""
+    ends = [] if value is None else value if isinstance(value, list) else [value]
+    for end in ends:
+        if isinstance(end, bool) or not isinstance(end, int):
+            raise ValueError(f"eos_token_id is {value!r}; it must be a whole number or a list of them")
+    return ends
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
@@ -209,11 +217,7 @@ def load(
         hf = convert.load_stock(local_folder(path_or_id), dtype)
     if hasattr(module, "prepare"):
         module.prepare(hf, facts, path_or_id)
-    rows = hf.get_input_embeddings().weight.shape[0]
-    for name, number in (("mask_token_id", facts.mask_token_id), ("pad_token_id", facts.pad_token_id),
-                         *(("eos_token_id", end) for end in facts.eos_token_ids)):  # fmt: skip
-        if not 0 <= number < rows:
-            raise ValueError(f"{path_or_id}: {name} is {number}; the model has embeddings for ids 0 to {rows - 1}")
+    facts.check_ids(hf.get_input_embeddings().weight.shape[0], path_or_id)
     set_attention(hf, attention, device)
     return DiffusionLM(hf.to(device), facts, module.NAME).eval()
 

@@ -46,7 +46,15 @@ def facts_json(facts: Facts, **decode: Any) -> dict[str, Any]:
 
 def overlay(base_config: dict[str, Any], file: Path | None) -> dict[str, Any]:
     """The base's config.json with the values of facts.json (when there is one) over it."""
-    return base_config if file is None else {**base_config, **json.loads(file.read_text())}
+    if file is None:
+        return base_config
+    try:
+        stated = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(stated, dict):
+        raise ValueError(f"{file} holds {stated!r}; it must be an object with named values")
+    return {**base_config, **stated}
 
 
 def put_on(base: DiffusionLM, folder: Path, file: Path | None) -> DiffusionLM:

@@ -30,7 +30,7 @@ def is_stock(config: dict[str, Any]) -> bool:
     """Whether transformers has a causal LM of this model_type of its own."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return str(config.get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def facts(config: dict[str, Any]) -> Facts:
