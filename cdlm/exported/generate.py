@@ -61,6 +61,8 @@ def generate(
     if budget < 1 or block < 1 or not 0 <= threshold <= 1:
         raise ValueError(f"max_new_tokens {budget} and block_length {block} must be 1 or more, confidence_threshold {threshold} in 0..1")
     prompt = input_ids if input_ids is not None else inputs
+    if prompt is None:
+        raise ValueError("no prompt: give input_ids, [rows, tokens]")
     if prompt.shape[1] == 0:
         raise ValueError("the prompt is empty; it must hold at least one token")
     valid = torch.ones_like(prompt, dtype=torch.bool) if attention_mask is None else attention_mask.bool()

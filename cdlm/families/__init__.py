@@ -17,6 +17,7 @@ import torch
 from cdlm import attention as attending
 from cdlm.families import adapter, causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
 from cdlm.families.base import DiffusionLM, Facts
+from cdlm.families.decoder import stock_tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, causal)
@@ -96,7 +97,8 @@ def _hub_file(repo_id: str, name: str) -> Path | None:
 
 
 def find(config: dict[str, Any], family: str | None = None) -> ModuleType:
-    """The family that a config.json belongs to, or the one named."""
+    """The family that a config.json belongs to, or the one named; of an adapter, the one that its facts.json names."""
+    family = family or config.get("adapter_family")
     if family is not None:
         if family not in FAMILIES:
             raise ValueError(f"unknown family {family!r}; known: {', '.join(sorted(FAMILIES))}")
@@ -204,6 +206,7 @@ def load(
         dtype = DTYPES[dtype]
     look = _looker(path_or_id)
     if look("config.json") is None and (found := adapter.find(look)) is not None:
+        family = family or adapter.overlay({}, found[1]).get("adapter_family")
         base = load(adapter.base_of(found[0]), family=family, dtype=dtype, device=device, attention=attention)
         return adapter.put_on(base, local_folder(path_or_id), found[1])
     config = read_config(path_or_id)
@@ -262,9 +265,7 @@ def load_tokenizer(path_or_id: str | Path, facts: Facts):
 
     A mask token that family causal added to the model is added here too.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left", trust_remote_code=False)
+    tokenizer = stock_tokenizer(path_or_id, padding_side="left")
     if tokenizer.mask_token_id is None and facts.mask_token_id == len(tokenizer):
         causal.add_mask(tokenizer)
     for name, stated in (("mask", facts.mask_token_id), ("pad", facts.pad_token_id)):

@@ -1,8 +1,8 @@
 """Adapters: a folder or Hub repository with adapter_config.json, adapter_model.safetensors and facts.json, on a base that it names.
 
-facts.json holds what the base's config.json does not say of the student: block_length, confidence_threshold, max_new_tokens, and the
-base's own facts, so that an adapter on another base is noticed. There is no config.json: beside one, transformers takes an adapter for
-a part of a whole model and does not ask for its base.
+facts.json holds what the base's config.json does not say of the student: block_length, confidence_threshold, max_new_tokens, the family as
+which the base is read, and the base's own facts, so that an adapter on another base is noticed. There is no config.json: beside one,
+transformers takes an adapter for a part of a whole model and does not ask for its base.
 """
 
 import json

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cdlm.families.base import Facts
-from cdlm.families.decoder import token_facts
+from cdlm.families.decoder import stock_tokenizer, token_facts
 
 NAME = "causal"
 MASK_TOKEN = "<|mask|>"
@@ -105,9 +105,7 @@ def _refuse_windows(config: Any) -> None:
 
 
 def _tokenizer(path_or_id: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=False)
+    return stock_tokenizer(path_or_id)
 
 
 def _generation_config(path_or_id: str | Path) -> dict[str, Any]:

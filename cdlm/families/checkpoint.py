@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Move = Callable[[list[Tensor]], list[Tensor]]
-RELEASE = 128 * 2**20  # bytes read after which files are mapped anew, so that pages already copied leave memory
+RELEASE = 32 * 2**20  # bytes read after which files are mapped anew, so that pages already copied leave memory
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Entry:
     family: tuple[str, ...]
     to_native: Move
     to_family: Move
+    copies: bool = False  # whether to_native gives tensors of its own, so that what was read can be let go
 
 
 def same(native: str, family: str | None = None) -> Entry:
@@ -53,7 +54,7 @@ def stack(native: str, parts: Sequence[Sequence[str]]) -> Entry:
     def to_family(x: list[Tensor]) -> list[Tensor]:
         return [part.clone() for one in x[0] for part in one.chunk(width)]
 
-    return Entry((native,), tuple(name for group in parts for name in group), to_native, to_family)
+    return Entry((native,), tuple(name for group in parts for name in group), to_native, to_family, copies=True)
 
 
 class Files:
@@ -161,8 +162,9 @@ def native_tensors(
                 where = f"{files.file(entry.family[0])}: {entry.family[0]}"
                 raise ValueError(f"{where} has shape {tuple(tensor.shape)} as {key}; config.json says {tuple(shapes[key])}")
             yield key, tensor.to(dtype) if dtype is not None else tensor
-        del found
-        if dtype not in (None, tensor.dtype):
+        copied = entry.copies or dtype not in (None, tensor.dtype)
+        del found, tensor
+        if copied:
             files.release()
 
 

@@ -50,7 +50,7 @@ def skeleton(config: Any) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
-    except (TypeError, RuntimeError, ZeroDivisionError, KeyError) as error:
+    except (TypeError, RuntimeError, ZeroDivisionError, KeyError, AssertionError) as error:
         raise ValueError(f"config.json makes no model: {error}") from None
 
 
@@ -147,6 +147,8 @@ def to_family(source: Path, config: dict[str, Any], families: dict[str, ModuleTy
     kept = config.get(SOURCE)
     if not isinstance(kept, dict) or kept.get("family") not in families:
         raise ValueError(f"{source}/config.json has no {SOURCE}: it was not converted from a family, so there is no format to go back to")
+    from cdlm.families import token_ids
+
     module, family_config = families[kept["family"]], kept["config"]
     files, entries = checkpoint.Files(source), module.entries(family_config)
 
@@ -155,6 +157,9 @@ def to_family(source: Path, config: dict[str, Any], families: dict[str, ModuleTy
             found: list[Tensor] = entry.to_family([files.get(key) for key in entry.native])
             yield from zip(entry.family, found, strict=True)
 
+    block, key = config.get("block_length"), getattr(module, "BLOCK_KEY", None)
+    if key is not None and block is not None and block != module.facts(token_ids(source, family_config)[0]).block_length:
+        family_config = {**family_config, key: block}  # a student with longer blocks
     (target / "config.json").write_text(json.dumps(family_config, indent=2) + "\n")
     checkpoint.write(target, tensors())
     _copy_rest(source, target)
@@ -200,10 +205,10 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> It
     if "auto_map" in config:
         yield f"auto_map    names remote code ({', '.join(map(str, config['auto_map']))}); it is not run"
     facts, origins = facts_of(path, config, module), {**token_ids(path, config)[1], **getattr(module, "ORIGINS", {})}
-    stated = {"eos_token_ids": "eos_token_id", "block_length": "block_size"}
+    keys = {"eos_token_ids": ("eos_token_id",), "block_length": ("block_size", "bd_size", "block_length")}
     for name, value in {**facts.to_config(), "eos_token_ids": list(facts.eos_token_ids), "pad_token_id": facts.pad_token_id}.items():
-        found = [key for key in (stated.get(name, name), name) if config.get(key) is not None]
-        elsewhere = origins.get(stated.get(name, name), origins.get(name))
+        found = [key for key in keys.get(name, (name,)) if config.get(key) is not None]
+        elsewhere = origins.get(keys.get(name, (name,))[0], origins.get(name))
         if found and elsewhere in (None, "config.json"):
             origin = f"config.json, {found[0]}"
         else:
@@ -228,4 +233,7 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> It
         entries = module.entries(config)
         checkpoint.check_keys(entries, files, _ignored(config))
         checkpoint.check_shapes(entries, files, _shapes(empty))
+    elif not getattr(made, "tie_word_embeddings", False) and not any("experts" in key for key in files.keys()):
+        if lacking := sorted(set(_shapes(empty)) - files.keys()):
+            raise ValueError(f"{path} has no tensor {lacking[0]} ({len(lacking)} are missing)")
     yield f"weights     {len(files.keys())} tensors in {', '.join(files.names[:3])}{' ...' if len(files.names) > 3 else ''}"
