@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", type=Path, metavar="SRC", help="a folder")
     convert.add_argument("target", type=Path, metavar="DST", help="a folder that does not exist yet")
     convert.add_argument("--to", required=True, help="native or family")
+    convert.add_argument("--family", help="read SRC as this family")
     bring = commands.add_parser("import", help="published trajectories into a folder to train on, so that no teacher need run")
     bring.add_argument("format", metavar="FORMAT", help="d3llm or tad: who wrote the file")
     bring.add_argument("source", metavar="SOURCE", help="a .jsonl, .json or .parquet file, a folder, or hub:USER/NAME@REVISION[:SPLIT]")
@@ -248,7 +249,7 @@ def _convert(args: argparse.Namespace) -> int:
     from cdlm import families
     from cdlm.families import convert
 
-    convert.folder(args.source, args.target, args.to, families.FAMILIES)
+    convert.folder(args.source, args.target, args.to, families.FAMILIES, args.family)
     print(f"{args.target}: {args.to} format")
     return 0
 

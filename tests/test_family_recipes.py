@@ -183,3 +183,39 @@ def test_the_ablation_checks_its_inputs_before_any_work(folder, capsys):
     assert cli.main(["ablate", "mini.yaml", "--out", "out", "--set", "decode.max_new_tokens=240"]) == 2
     assert "are 264 positions; the model has 256" in capsys.readouterr().err
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("facts", "sets", "named"), [
+    ({"block_origin": "zero"}, [], "a block-causal student of it would have no exact cache"),
+    ({"prompt_attention": "causal"}, [], "teacher is a causal LM: it can't fill slots under full attention"),
+    ({"block_origin": "zero", "prompt_attention": "block_causal", "block_length": 3}, [], "the teacher decodes in blocks of 3"),
+    ({"block_origin": "zero", "prompt_attention": "block_causal", "block_length": 8}, ["evaluate.methods=[student, teacher_dual_cache]"],
+     "evaluate.methods has teacher_dual_cache; this teacher is a block diffusion model"),
+])
+def test_a_teacher_that_can_not_teach_is_refused_before_any_work(tmp_path, monkeypatch, capsys, facts, sets, named):
+    mini.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps({**config, **facts}))
+    assert cli.main(["distill", "mini.yaml", "--out", "out", *[text for change in sets for text in ("--set", change)]]) == 2
+    assert named in capsys.readouterr().err and not list(tmp_path.glob("out/*"))
+
+
+def test_token_ids_of_a_hub_model_are_read_beside_its_config(tmp_path, monkeypatch):
+    """A recipe with a copy of the config; the model's own config.json, on the Hub, states no mask token, its tokenizer does."""
+    from cdlm import recipe, stages
+
+    mini.write(tmp_path)
+    place = tmp_path / "hub"
+    shutil.copytree(FIXTURE.parent / "sdar", place)
+    for file in place.iterdir():
+        file.chmod(0o644)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "mask_token_id": None}))
+    tokenizer(mask=159, eos=158).save_pretrained(place)
+    (tmp_path / "copy.json").write_text(json.dumps(config))
+    values = ["model=hub", "config=copy.json", "train.lora=null", "decode.block_length=8"]
+    run = stages.Run(recipe.load(tmp_path / "mini.yaml", values), tmp_path / "out")
+    monkeypatch.setattr(stages.Run, "here", lambda self: None)  # as before anything was downloaded
+    facts = run.check_inputs().facts
+    assert (facts.mask_token_id, facts.block_length) == (159, 4)

@@ -507,3 +507,22 @@ def test_an_adapter_that_names_itself_or_has_broken_facts_is_one_error(tmp_path)
         (tmp_path / "facts.json").write_text(text)
         with pytest.raises(ValueError, match=said):
             families.read_config(tmp_path)
+
+
+def test_a_stock_config_may_be_read_as_a_family(tmp_path):
+    """Open-dLLM's checkpoints are Dream's in all but the model_type."""
+    folder = copy(tmp_path, "dream")
+    change(folder, model_type="qwen2")
+    assert families.load(folder, family="dream").facts.logit_shift is True
+    assert cli.main(["convert", str(folder), str(tmp_path / "n"), "--to", "native", "--family", "dream"]) == 0
+    assert families.load(tmp_path / "n").facts == families.load(FIXTURES / "dream").facts
+
+
+def test_what_a_config_lacks_is_said_with_its_folder(tmp_path):
+    folder = copy(tmp_path, "llada")
+    change(folder, alibi=True)
+    with pytest.raises(ValueError, match=r"llada: llada: config\.json has alibi True"):
+        families.load(folder)
+    change(folder, pad_token_id=159)
+    with pytest.raises(ValueError, match=r"/llada: mask_token_id 159 is also the pad"):
+        families.load(folder)

@@ -217,3 +217,9 @@ def test_a_scratch_model_is_counted(capsys):
     printed = capsys.readouterr().out
     assert f"model       {TINY / 'scratch' / 'config.json'}: llama, 870,016 parameters, float32, cpu" in printed
     assert starts(printed) == ["train", "evaluate", "export"] and "of one H100" in printed
+
+
+def test_questions_that_are_not_counted_do_not_divide(capsys):
+    """An objective that trains on answers, its questions on the Hub and no number of them in the recipe."""
+    assert cli.main(["distill", str(RECIPES / "tiny-a2d.yaml"), "--dry-run", "--set", "data.prompts=hub:a/b@main"]) == 0
+    assert "1400 steps of 32 rows (of rows that are not counted here)" in capsys.readouterr().out

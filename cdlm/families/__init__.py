@@ -120,7 +120,11 @@ def facts_of(path_or_id: str | Path, config: dict[str, Any], module: ModuleType)
     """
     if hasattr(module, "facts_of"):
         return module.facts_of(path_or_id, config)
-    return module.facts(token_ids(path_or_id, config)[0])
+    found = token_ids(path_or_id, config)[0]
+    try:
+        return module.facts(found)
+    except ValueError as error:
+        raise ValueError(f"{path_or_id}: {error}") from None
 
 
 def token_ids(path_or_id: str | Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

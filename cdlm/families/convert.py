@@ -73,7 +73,10 @@ def _shapes(model: Any) -> dict[str, torch.Size]:
 
 def load(folder: Path, config: dict[str, Any], module: ModuleType, facts: Facts, dtype: torch.dtype) -> Any:
     """The stock model, filled from the family's files one entry at a time; bad files are refused with file and key."""
-    made = native_config(config, module, facts)
+    try:
+        made = native_config(config, module, facts)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     files, entries = checkpoint.Files(folder), module.entries(config)
     checkpoint.check_keys(entries, files, _ignored(config))
     empty = skeleton(made)
@@ -165,8 +168,11 @@ def to_family(source: Path, config: dict[str, Any], families: dict[str, ModuleTy
     _copy_rest(source, target)
 
 
-def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType]) -> None:
-    """Convert a local folder, `to` "native" or "family". The target must not exist; it appears when it is whole."""
+def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType], family: str | None = None) -> None:
+    """Convert a local folder, `to` "native" or "family". The target must not exist; it appears when it is whole.
+
+    family: read it as this family, where its config.json does not say which one it is.
+    """
     from cdlm.families import facts_of, find, read_config
 
     if to not in ("native", "family"):
@@ -184,7 +190,7 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType])
         if to == "family":
             to_family(source, config, families, partial)
         else:
-            module = find(config)
+            module = find(config, family)
             if not hasattr(module, "entries"):
                 raise ValueError(f"{source} is native already (model_type {config.get('model_type')!r})")
             to_native(source, config, module, facts_of(source, config, module), partial)
