@@ -213,13 +213,9 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> It
     facts, origins = facts_of(path, config, module), {**token_ids(path, config)[1], **getattr(module, "ORIGINS", {})}
     keys = {"eos_token_ids": ("eos_token_id",), "block_length": ("block_size", "bd_size", "block_length")}
     for name, value in {**facts.to_config(), "eos_token_ids": list(facts.eos_token_ids), "pad_token_id": facts.pad_token_id}.items():
-        found = [key for key in keys.get(name, (name,)) if config.get(key) is not None]
-        elsewhere = origins.get(keys.get(name, (name,))[0], origins.get(name))
-        if found and elsewhere in (None, "config.json"):
-            origin = f"config.json, {found[0]}"
-        else:
-            origin = elsewhere or f"the family, {module.NAME}"
-        yield f"{name:<18} {value!s:<16} from {origin}"
+        stated = [key for key in keys.get(name, (name,)) if config.get(key) is not None and value in (config[key], [config[key]])]
+        origin = f"config.json, {stated[0]}" if stated else origins.get(keys.get(name, (name,))[0], origins.get(name))
+        yield f"{name:<18} {value!s:<16} from {origin or f'the family, {module.NAME}'}"
     own_format = hasattr(module, "entries")
     if own_format:
         made = native_config(config, module, facts)
