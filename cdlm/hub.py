@@ -52,9 +52,7 @@ def save(
     if partial.exists():
         shutil.rmtree(partial)
     config = model.hf.config
-    for key, value in native.config_keys(facts).items():
-        setattr(config, key, value)
-    config.eos_token_id, config.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id
+    native.state(config, facts)
     if confidence_threshold is not None:
         config.confidence_threshold = confidence_threshold
     generation = model.hf.generation_config

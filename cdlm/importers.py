@@ -78,7 +78,7 @@ def read_d3llm(row: dict[str, Any], tokens: Tokens, where: str) -> Record | str:
     if any(state[: len(prompt)] != prompt for state in states):
         return "other_prompt"
     right = row.get("is_correct")
-    if right not in (True, False, None) or (right is not None and not isinstance(right, bool)):
+    if right is not None and not isinstance(right, bool):
         raise ValueError(f"{where} has is_correct {right!r}; it must be true, false or missing")
     return Record(prompt, [state[len(prompt) :] for state in states], right is not False)
 
@@ -88,11 +88,9 @@ def read_tad(row: dict[str, Any], tokens: Tokens, where: str) -> Record | str:
     if "summary" in row and "trajectory" not in row:
         return "summary_line"
     trajectory = _column(row, "trajectory", dict, where)
-    try:
-        numbers = {key: int(re.fullmatch(r"step(\d+)", key)[1]) for key in trajectory}  # type: ignore[index]
-        keys = sorted(numbers, key=numbers.__getitem__)
-    except TypeError:
-        raise ValueError(f"{where}: the states of a trajectory are named step0, step1, ...; here {', '.join(trajectory)}") from None
+    if not all(re.fullmatch(r"step\d+", key) for key in trajectory):
+        raise ValueError(f"{where}: the states of a trajectory are named step0, step1, ...; here {', '.join(trajectory)}")
+    keys = sorted(trajectory, key=lambda key: int(key.removeprefix("step")))
     states = [trajectory[key] for key in keys if trajectory[key] is not None]  # a table holds null for steps that others have
     prompt = row.get("prompt")
     if isinstance(prompt, str) and REFERENCE not in prompt:

@@ -25,6 +25,7 @@ from cdlm import data, families, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.families import native
 from cdlm.families.base import DiffusionLM
+from cdlm.families.decoder import read_json
 from cdlm.recipe import Recipe
 
 STAGES = ("collect", "train", "evaluate", "export")
@@ -41,17 +42,6 @@ DEFAULT_SPLIT = {"prompts": "train", "test": "test"}
 def stages_of(recipe: Recipe) -> list[str]:
     """The stages that a recipe has, in their order."""
     return [s for s in STAGES if s != "collect" or recipe.collect is not None] + (["push"] if recipe.push is not None else [])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A config.json, by its own path."""
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {found!r}; it must be an object with named values")
-    return found
 
 
 def agree(found: Any, there: Any, model: str, copy: str) -> None:
@@ -190,11 +180,7 @@ class Run:
         facts = None
         if r.scratch is None:
             facts = families.facts_of(place or source, config, families.find(config, r.family))
-            for asked_by, asked in (("objective ar", r.train.objective == "ar"), (
-                "evaluate.methods autoregressive", "autoregressive" in (r.evaluate.methods or ()) and r.train.objective != "ar"
-            )):  # fmt: skip
-                if asked:
-                    autoregressive(facts, asked_by)
+            self._check_teacher(facts)
         model = convert.skeleton(self._stock(config, place))
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
@@ -206,21 +192,6 @@ class Run:
                 f"data.max_prompt_tokens {r.data.max_prompt_tokens} and decode.max_new_tokens {r.decode.max_new_tokens} are {longest} "
                 f"positions; the model has {room}"
             )
-        if facts is not None:
-            own = trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
-            if r.train.objective in BLOCKWISE and (facts.block_origin, facts.prompt_attention) == ("zero", "bidirectional"):
-                raise ValueError(
-                    f"{r.model} has block_origin 'zero' and prompt_attention 'bidirectional'; a block-causal student of it would have no "
-                    "exact cache: prompt_attention must be block_causal or causal"
-                )
-            if r.train.objective == "cdlm" and facts.prompt_attention == "causal" and not facts.block_causal:
-                raise ValueError(
-                    f"{r.model} is a causal LM: it can't fill slots under full attention, so there are no trajectories to collect; "
-                    "train.objective bd3lm makes a block diffusion model of it"
-                )
-            caches = [name for name in r.evaluate.methods or () if name in ("teacher_prefix_cache", "teacher_dual_cache")]
-            if caches and own.block_causal:
-                raise ValueError(f"evaluate.methods has {caches[0]}; this teacher is a block diffusion model, whose own cache is exact")
         if r.train.lora is not None:
             from cdlm.trainer import match_targets
 
@@ -238,6 +209,29 @@ class Run:
         family = families.find(config, r.family).NAME if r.scratch is None else "scratch"
         return Inputs(model, family, facts, source, prompts, tests)
 
+    def _check_teacher(self, facts: families.Facts) -> None:
+        """A ValueError for a model with these facts from which the recipe can't start."""
+        r = self.recipe
+        methods = r.evaluate.methods or ()
+        if r.train.objective == "ar":
+            autoregressive(facts, "objective ar")
+        elif "autoregressive" in methods:
+            autoregressive(facts, "evaluate.methods autoregressive")
+        own = trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
+        if r.train.objective in BLOCKWISE and (facts.block_origin, facts.prompt_attention) == ("zero", "bidirectional"):
+            raise ValueError(
+                f"{r.model} has block_origin 'zero' and prompt_attention 'bidirectional'; a block-causal student of it would have no "
+                "exact cache: prompt_attention must be block_causal or causal"
+            )
+        if r.train.objective == "cdlm" and facts.prompt_attention == "causal" and not facts.block_causal:
+            raise ValueError(
+                f"{r.model} is a causal LM: it can't fill slots under full attention, so there are no trajectories to collect; "
+                "train.objective bd3lm makes a block diffusion model of it"
+            )
+        caches = [name for name in methods if name in ("teacher_prefix_cache", "teacher_dual_cache")]
+        if caches and own.block_causal:
+            raise ValueError(f"evaluate.methods has {caches[0]}; this teacher is a block diffusion model, whose own cache is exact")
+
     def _stock(self, config: dict[str, Any], place: Path | str | None) -> Any:
         """The stock transformers config of a config.json, be it a family's own or a stock one."""
         from cdlm.families import convert
@@ -247,8 +241,7 @@ class Run:
             module = families.find(config, r.family)
             if hasattr(module, "entries"):
                 return convert.native_config(config, module, families.facts_of(place, config, module) if place else module.facts(config))
-        values = {key: value for key, value in config.items() if key not in ("transformers_version", "model_type")}
-        return convert.stock_config(config.get("model_type"), values)
+        return convert.stock_config(config)
 
     def _checked_tokenizer(self, facts: families.Facts | None, place: Path | str) -> Any:
         if facts is not None:

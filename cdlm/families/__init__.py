@@ -6,7 +6,6 @@ names of their own also offers NATIVE, the model_type of the stock class that co
 loaded model `prepare(hf, facts, path)`.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ import torch
 from cdlm import attention as attending
 from cdlm.families import adapter, causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
 from cdlm.families.base import DiffusionLM, Facts
-from cdlm.families.decoder import stock_tokenizer
+from cdlm.families.decoder import listed, read_json, stock_tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, causal)
@@ -45,7 +44,7 @@ def read_config(path_or_id: str | Path) -> dict[str, Any]:
         return adapter.overlay(read_config(base), found[1])
     if file is None:
         raise ValueError(f"{path_or_id} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
-    return _read_json(file)
+    return read_json(file)
 
 
 def _looker(path_or_id: str | Path) -> Callable[[str], Path | None]:
@@ -138,46 +137,29 @@ def token_ids(path_or_id: str | Path, config: dict[str, Any]) -> tuple[dict[str,
     if Path(path_or_id).is_file():
         return found, origin
     look = _looker(path_or_id)
-    tokenizer, generation = _tokenizer_ids(look), _read_json(look("generation_config.json"))
+    tokenizer, generation = _tokenizer_ids(look), _read(look("generation_config.json"))
     for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
         for file, ids in (("tokenizer_config.json", tokenizer), ("generation_config.json", generation)):
             if found.get(name) is None and ids.get(name) is not None:
                 found[name], origin[name] = ids[name], file
-    ends = [*_listed(found.get("eos_token_id")), *_listed(generation.get("eos_token_id"))]
-    if len(unique := list(dict.fromkeys(ends))) > len(_listed(found.get("eos_token_id"))):
+    ends = [*listed(found.get("eos_token_id")), *listed(generation.get("eos_token_id"))]
+    if len(unique := list(dict.fromkeys(ends))) > len(listed(found.get("eos_token_id"))):
         found["eos_token_id"] = unique
         origin["eos_token_id"] += " and generation_config.json"
     return found, origin
 
 
-def _listed(value: Any) -> list[int]:
-    """End tokens as a list; a ValueError unless they are whole numbers."""
-    ends = [] if value is None else value if isinstance(value, list) else [value]
-    for end in ends:
-        if isinstance(end, bool) or not isinstance(end, int):
-            raise ValueError(f"eos_token_id is {value!r}; it must be a whole number or a list of them")
-    return ends
-
-
-def _read_json(file: Path | None) -> dict[str, Any]:
+def _read(file: Path | None) -> dict[str, Any]:
     """A JSON object, empty where there is no file."""
-    if file is None:
-        return {}
-    try:
-        found = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds {found!r}; it must be an object with named values")
-    return found
+    return {} if file is None else read_json(file)
 
 
 def _tokenizer_ids(look: Callable[[str], Path | None]) -> dict[str, int]:
     """Ids of the special tokens that tokenizer_config.json names, from the files alone."""
-    config = _read_json(look("tokenizer_config.json"))
+    config = _read(look("tokenizer_config.json"))
     added = {row["content"]: int(number) for number, row in config.get("added_tokens_decoder", {}).items()}
     if any(config.get(f"{kind}_token") is not None for kind in ("mask", "eos", "pad")):
-        file = _read_json(look("tokenizer.json"))
+        file = _read(look("tokenizer.json"))
         vocabulary = file.get("model", {}).get("vocab", {})
         added = {
             **(vocabulary if isinstance(vocabulary, dict) else {}), **{row["content"]: row["id"] for row in file.get("added_tokens", [])},

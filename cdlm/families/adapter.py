@@ -5,7 +5,6 @@ which the base is read, and the base's own facts, so that an adapter on another 
 transformers takes an adapter for a part of a whole model and does not ask for its base.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +13,14 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from cdlm.families.base import DiffusionLM, Facts
+from cdlm.families.decoder import read_json
 
 CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "facts.json"
 
 
 def base_of(file: Path) -> str:
     """The base that an adapter_config.json names."""
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ValueError(f"{file} names no base: base_model_name_or_path is {base!r}; it must be a Hub repository of the form user/name")
     return base
@@ -46,15 +42,7 @@ def facts_json(facts: Facts, **decode: Any) -> dict[str, Any]:
 
 def overlay(base_config: dict[str, Any], file: Path | None) -> dict[str, Any]:
     """The base's config.json with the values of facts.json (when there is one) over it."""
-    if file is None:
-        return base_config
-    try:
-        stated = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(stated, dict):
-        raise ValueError(f"{file} holds {stated!r}; it must be an object with named values")
-    return {**base_config, **stated}
+    return base_config if file is None else {**base_config, **read_json(file)}
 
 
 def put_on(base: DiffusionLM, folder: Path, file: Path | None) -> DiffusionLM:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cdlm.families.base import Facts
-from cdlm.families.decoder import stock_tokenizer, token_facts
+from cdlm.families.decoder import listed, stock_tokenizer, token_facts
 
 NAME = "causal"
 MASK_TOKEN = "<|mask|>"
@@ -44,8 +44,8 @@ def facts_of(path_or_id: str | Path, config: dict[str, Any]) -> Facts:
     mask: config.json's, else the tokenizer's, else the id that `<|mask|>` gets. End tokens: the tokenizer's first (training ends answers
     with it), then those of generation_config.json and config.json. pad: the tokenizer's, else config.json's, else the first end token.
     """
-    tokenizer, generation = _tokenizer(path_or_id), _generation_config(path_or_id)
-    ends = [tokenizer.eos_token_id, *_listed(generation.get("eos_token_id")), *_listed(config.get("eos_token_id"))]
+    tokenizer, generation = stock_tokenizer(path_or_id), _generation_config(path_or_id)
+    ends = [tokenizer.eos_token_id, *listed(generation.get("eos_token_id")), *listed(config.get("eos_token_id"))]
     ends = list(dict.fromkeys(end for end in ends if end is not None))
     if not ends:
         raise ValueError(f"neither the tokenizer nor config.json nor generation_config.json of {path_or_id} has an end-of-sequence token")
@@ -77,7 +77,7 @@ def prepare(hf: Any, facts: Facts, path_or_id: str | Path) -> None:
     spare row is there already. Raises ValueError for a model that does not look at the whole past.
     """
     _refuse_windows(hf.config)
-    vocabulary = sorted(_tokenizer(path_or_id).get_vocab().values())
+    vocabulary = sorted(stock_tokenizer(path_or_id).get_vocab().values())
     rows = hf.get_input_embeddings().weight.shape[0]
     if vocabulary[-1] >= rows:
         raise ValueError(f"the tokenizer of {path_or_id} has a token of id {vocabulary[-1]}; the model's embeddings have {rows} rows")
@@ -104,10 +104,6 @@ def _refuse_windows(config: Any) -> None:
         raise ValueError(f"family {NAME}: this model's attention has a window of {window}; only full attention can be block-causal")
 
 
-def _tokenizer(path_or_id: str | Path) -> Any:
-    return stock_tokenizer(path_or_id)
-
-
 def _generation_config(path_or_id: str | Path) -> dict[str, Any]:
     """generation_config.json as a dictionary, empty where there is none."""
     from transformers import GenerationConfig
@@ -118,7 +114,3 @@ def _generation_config(path_or_id: str | Path) -> dict[str, Any]:
         return GenerationConfig.from_pretrained(path_or_id).to_dict()
     except OSError:  # a Hub repository without the file
         return {}
-
-
-def _listed(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else value if isinstance(value, list) else [value]

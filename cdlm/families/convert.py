@@ -34,11 +34,9 @@ def _ignored(config: dict[str, Any]) -> Any:
 
 def native_config(config: dict[str, Any], module: ModuleType, facts: Facts) -> Any:
     """The stock config with the family's facts and its own config inside."""
-    values = dict(module.native_config(config))
-    made = stock_config(values.pop("model_type"), values)
-    made.eos_token_id, made.pad_token_id, made.bos_token_id = list(facts.eos_token_ids), facts.pad_token_id, config.get("bos_token_id")
-    for key, value in native.config_keys(facts).items():
-        setattr(made, key, value)
+    made = stock_config(module.native_config(config))
+    native.state(made, facts)
+    made.bos_token_id = config.get("bos_token_id")
     setattr(made, SOURCE, {"family": module.NAME, "config": config})
     return made
 
@@ -54,11 +52,13 @@ def skeleton(config: Any) -> Any:
         raise ValueError(f"config.json makes no model: {error}") from None
 
 
-def stock_config(model_type: Any, values: dict[str, Any]) -> Any:
-    """A config of transformers' own, or a ValueError that says which value it can't take."""
+def stock_config(config: dict[str, Any]) -> Any:
+    """A config.json in transformers' own words as its config, or a ValueError that says which value it can't take."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    values = {key: value for key, value in config.items() if key not in ("transformers_version", "model_type")}
+    model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has model_type {model_type!r}; it names the stock class, as text")
     try:
@@ -217,11 +217,7 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> It
         origin = f"config.json, {stated[0]}" if stated else origins.get(keys.get(name, (name,))[0], origins.get(name))
         yield f"{name:<18} {value!s:<16} from {origin or f'the family, {module.NAME}'}"
     own_format = hasattr(module, "entries")
-    if own_format:
-        made = native_config(config, module, facts)
-    else:
-        values = {k: v for k, v in config.items() if k not in ("transformers_version", "model_type")}
-        made = stock_config(config.get("model_type"), values)
+    made = native_config(config, module, facts) if own_format else stock_config(config)
     empty = skeleton(made)
     if not hasattr(module, "prepare"):  # which gives a mask token its row
         facts.check_ids(empty.get_input_embeddings().weight.shape[0], path)

@@ -1,6 +1,8 @@
 """What the families' files share: the tensors of a stock decoder layer, and how a config is read."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from cdlm.families.base import Facts
@@ -24,6 +26,26 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def unchanged(*names: str) -> dict[str, str]:
     """Names that the family shares with the native class."""
     return {name: name for name in names}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; a ValueError that names the file if it holds none."""
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:  # also text that is not UTF-8
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {found!r}; it must be an object with named values")
+    return found
+
+
+def listed(value: Any) -> list[int]:
+    """End tokens as a list; a ValueError unless they are whole numbers."""
+    ends = [] if value is None else value if isinstance(value, list) else [value]
+    for end in ends:
+        if isinstance(end, bool) or not isinstance(end, int):
+            raise ValueError(f"eos_token_id is {value!r}; it must be a whole number or a list of them")
+    return ends
 
 
 def need(config: dict[str, Any], *names: str) -> Any:
