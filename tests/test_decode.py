@@ -414,11 +414,12 @@ def test_approximate_caches_are_exact_for_one_layer(kind, shift):
         assert torch.equal(alone.filled_BM[0], cached.filled_BM[row])
 
 
+@pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("kind", ["prefix", "dual"])
-def test_approximate_caches_compute_a_window_against_what_was(kind):
+def test_approximate_caches_compute_a_window_against_what_was(kind, shift):
     """The rows of a window against keys that were kept equal the rows of a whole forward as long as nothing has changed, also with padding,
     and with two layers they differ once the block has: that is what makes these caches approximate."""
-    model = random_model()
+    model = random_model(facts={"logit_shift": shift})
     ids, valid = random_prompts([6, 9])
     ids, valid = torch.cat([ids, torch.full((2, 8), 1)], dim=1), torch.cat([valid, torch.ones(2, 8, dtype=torch.bool)], dim=1)
     window = slice(9, 13 if kind == "dual" else 17)

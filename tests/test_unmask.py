@@ -161,6 +161,7 @@ def test_timesteps_take_the_most_confident_of_each_row():
 def test_factor_by_hand():
     """Confidences 0.95, 0.9, 0.8, 0.5: (n + 1)(1 - c_n) = 0.1, 0.3, 0.8, 2.5. Two are below 0.5, three below 1, none below 0.05."""
     confidence = [0.8, 0.95, 0.5, 0.9]
+    assert reveal(unmask.factor(0.25), confidence) == [1]  # it is n + 1: with n two would go, 0.05 and 0.2
     assert reveal(unmask.factor(0.5), confidence) == [1, 3]
     assert reveal(unmask.factor(1.0), confidence) == [0, 1, 3]
     assert reveal(unmask.factor(0.05), confidence) == [1]
