@@ -214,7 +214,8 @@ class CDLM(TemplateLM):
 
     def _asked(self, requests: list[Instance]) -> list[Asked]:
         """All requests, checked."""
-        asked, seen = [], {}
+        asked: list[Asked] = []
+        seen: dict[str, int] = {}
         for request in requests:
             context, raw = request.args
             given = normalize_gen_kwargs(raw, default_max_gen_toks=self.decoding.max_new_tokens)

@@ -42,9 +42,13 @@ def configured(model: str, arguments: list[str]) -> EvaluatorConfig:
 
 
 def find_tasks(cfg: EvaluatorConfig) -> TaskManager:
-    """The harness's task manager; `cfg.tasks` becomes the names it knows. One ValueError for what can't be run, before a model is loaded."""
+    """The harness's task manager; `cfg.tasks` becomes the names it knows. What can't be run is a ValueError, before a model is loaded."""
+    cfg.tasks = [name for part in ([cfg.tasks] if isinstance(cfg.tasks, str) else cfg.tasks) for name in part.split(",")]
     try:
-        manager = cfg.process_tasks(cfg.metadata)
+        # The harness's own index is thousands of files; it is read only when a name is not among the included ones.
+        manager = TaskManager(include_path=cfg.include_path, include_defaults=False, metadata=cfg.metadata)
+        if any(task not in manager.all_tasks for task in cfg.tasks):
+            manager = cfg.process_tasks(cfg.metadata)
     except ValueError as error:
         raise ValueError(f"{error}. `lm-eval ls tasks` lists the harness's, {TASKS} holds this repository's") from None
     for task in cfg.tasks:
@@ -53,8 +57,8 @@ def find_tasks(cfg: EvaluatorConfig) -> TaskManager:
             loaded = manager.load([task])
         except (OSError, errors.HTTPError) as error:
             raise ValueError(
-                f"task {name}: its data or metric can't be read: {type(error).__name__}: {error}; a task of the Hub needs the network "
-                "once, gsm8k_local, humaneval_local and small_world read files"
+                f"task {name}: its data or metric can't be read: {type(error).__name__}: {error}; a task of the Hub needs the "
+                "network once, gsm8k_local, humaneval_local and small_world read files"
             ) from None
         unsafe = [name for name, one in loaded["tasks"].items() if getattr(one, "UNSAFE_CODE", False)]
         if unsafe and not cfg.confirm_run_unsafe_code:
