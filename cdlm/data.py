@@ -136,7 +136,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(stream, start=1):
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
+                except (json.JSONDecodeError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, line {number} is {row!r}; every line is an object with named columns")

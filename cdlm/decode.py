@@ -40,7 +40,8 @@ class DecodeConfig:
     factor: reveal n slots while (n + 1)(1 - confidence of the n-th) is below it; see `unmask.factor`.
     entropy_bound: reveal slots while their entropies, the largest left out, add up to no more (nats); see `unmask.entropy_bound`.
     tokens_per_step: reveal that many a step.
-    steps: spend that many steps on the whole budget, spread evenly over its blocks (at least one a block).
+    steps: spend at most that many steps on the whole budget, spread evenly over its blocks (at least one a block; where blocks start at
+        position 0, over one block more, which a row has whose prompt ends inside one).
     steps_per_block: spend that many steps on each block. With confidence_threshold it is the least that a step reveals.
     order: which slots come first: those with the largest probability ("confidence"), the smallest entropy ("entropy"), the largest
         lead of the best token over the second ("margin"), or from left to right ("sequential").
@@ -78,8 +79,8 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "block_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1 (and below 2**31)")
         given = [n for n in WAYS if getattr(self, n) is not None]
         if len(given) != 1 and given != ["confidence_threshold", "steps_per_block"]:
             raise ValueError(
@@ -119,8 +120,8 @@ class DecodeConfig:
         """Blocks of a budget that starts where a block does."""
         return -(-self.max_new_tokens // self.block_length)
 
-    def rule(self, block: int, count: int) -> unmask.Rule:
-        """What a step reveals in this block, of `count` slots."""
+    def rule(self, block: int, count: int, blocks: int | None = None) -> unmask.Rule:
+        """What a step reveals in this block, of `count` slots. blocks: how many a row has at most (default: those of the budget alone)."""
         if self.steps_per_block is not None:
             even = unmask.spread(count, self.steps_per_block)
             if self.confidence_threshold is None:
@@ -138,7 +139,7 @@ class DecodeConfig:
         assert self.steps is not None
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; it must be at least 1")
-        share, rest = divmod(self.steps, self.blocks)
+        share, rest = divmod(self.steps, blocks or self.blocks)
         steps = max(1, share + (block < rest))
         return unmask.timesteps(steps) if self.schedule == "timesteps" else unmask.spread(count, steps)
 
@@ -341,14 +342,17 @@ def without(logits_ASV: Tensor, token_id: int) -> Tensor:
     return logits_ASV.float().index_fill(-1, torch.tensor([token_id], device=logits_ASV.device), -torch.inf)
 
 
-def likely(logits_ASV: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """The logits, -inf where a token is not among the top_k most probable or not among the fewest that add up to top_p."""
+def likely(logits_ASV: Tensor, top_k: int | None, top_p: float | None, temperature: float = 1.0) -> Tensor:
+    """The logits, -inf where a token is not among the top_k most probable or not among the fewest that add up to top_p at this temperature.
+
+    Of equally probable tokens at the edge of top_k all stay.
+    """
     if top_k is not None and top_k < logits_ASV.shape[-1]:
         least = logits_ASV.topk(top_k, dim=-1).values[..., -1:]
         logits_ASV = logits_ASV.masked_fill(logits_ASV < least, -torch.inf)
     if top_p is not None and top_p < 1:
         ordered, place = logits_ASV.sort(dim=-1, descending=True)
-        probability = ordered.softmax(dim=-1)
+        probability = (ordered / temperature).softmax(dim=-1)
         beyond = probability.cumsum(dim=-1) - probability >= top_p  # what comes before already adds up to top_p
         logits_ASV = logits_ASV.masked_fill(torch.zeros_like(beyond).scatter(-1, place, beyond), -torch.inf)
     return logits_ASV
@@ -374,7 +378,8 @@ def choose(
             if generator is not None:
                 noise[row] = torch.rand(logits_ASV.shape[1:], generator=generator, dtype=torch.float64)
         gumbel = -torch.log(-torch.log(noise.clamp(min=1e-300))).to(logits_ASV.device)
-        token_AS = (logits_ASV.double() / temperature + gumbel).argmax(dim=-1)
+        behind = logits_ASV.double() - logits_ASV.double().amax(dim=-1, keepdim=True)  # so that no temperature is too small to divide by
+        token_AS = torch.where(behind == 0, gumbel, behind / temperature + gumbel).argmax(dim=-1)
     return token_AS, probability_ASV.gather(-1, token_AS[..., None])[..., 0], probability_ASV
 
 
@@ -422,7 +427,8 @@ def decode(
         )
     if config.temperature > 0 and (seeds is None or len(seeds) != prompt_BP.shape[0]):
         raise ValueError(f"temperature {config.temperature} samples: give one seed for each of the {prompt_BP.shape[0]} rows")
-    if prompt_BP.shape != valid_BP.shape or prompt_BP.shape[1] == 0 or not bool(valid_BP[:, -1].all()):
+    whole = prompt_BP.shape == valid_BP.shape and prompt_BP.shape[1] > 0 and bool(valid_BP[:, -1].all())
+    if not whole or bool((valid_BP[:, :-1] & ~valid_BP[:, 1:]).any()):
         raise ValueError(
             f"prompts {tuple(prompt_BP.shape)} and padding mask {tuple(valid_BP.shape)} must have one shape, "
             "hold at least one token a row, and be padded on the left"
@@ -435,13 +441,14 @@ def decode(
     kind: type[_Rows] = _CachedBlocks if config.use_cache else _ApproximateCache if config.approximate_cache else _WholeSequence
     source: _Rows = kind(model, canvas, valid_BP.sum(dim=1), config)
     row_A, length = torch.arange(batch, device=device), canvas.ids_BG.shape[1]
+    most_blocks = config.blocks + (facts.block_origin == "zero")
     ended_B = torch.zeros(batch, dtype=torch.bool, device=device)
     # Where a row's blocks begin, counted from where blocks of stop_length do.
     start_B = valid_BP.sum(dim=1) - canvas.tail_B if facts.block_origin == "zero" else torch.zeros_like(canvas.tail_B)
 
     for block, first in enumerate(range(0, length, config.block_length)):
         end = min(first + config.block_length, length)
-        reveal = rule if rule is not None else config.rule(block, end - first)
+        reveal = rule if rule is not None else config.rule(block, end - first, most_blocks)
         block_AS = canvas.ids_BG[row_A, first:end]
         open_AS = torch.arange(first, end, device=device) >= canvas.tail_B[row_A, None]
         answer_AS = open_AS.clone()
@@ -462,7 +469,7 @@ def decode(
                 computed = range(len(rows)) if isinstance(place, slice) else still
                 drawing = [generators[rows[i]] if i in still else None for i in computed]
             if config.top_k is not None or config.top_p is not None:
-                logits_ASV = likely(without(logits_ASV, facts.mask_token_id), config.top_k, config.top_p)
+                logits_ASV = likely(without(logits_ASV, facts.mask_token_id), config.top_k, config.top_p, config.temperature or 1.0)
             token_AS, confidence_AS, probability_ASV = choose(logits_ASV, facts.mask_token_id, config.temperature, drawing)
             reveal_AS = reveal(score(config.order, confidence_AS, probability_ASV), open_AS[place], step) & answer_AS[place]
             block_AS[place] = torch.where(reveal_AS, token_AS, block_AS[place])

@@ -82,8 +82,8 @@ def _finish(folder: Path, card: str, eval_results: str | None, with_decoder: boo
 
 
 def save_adapter(
-    source: Path, tokenizer: Any, folder: Path, *, base_model: str | None, facts: Facts, max_new_tokens: int, confidence_threshold: float,
-    card: str, eval_results: str | None = None, with_decoder: bool = True,
+    source: Path, tokenizer: Any, folder: Path, *, base_model: str | None, family: str, facts: Facts, max_new_tokens: int,
+    confidence_threshold: float, card: str, eval_results: str | None = None, with_decoder: bool = True,
 ) -> None:
     """An adapter as a folder that others can use: PEFT's two files, facts.json, the tokenizer and a card.
 
@@ -97,7 +97,7 @@ def save_adapter(
     config["target_modules"] = sorted(config["target_modules"])  # PEFT writes a set, in any order
     (folder / adapters.CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     shutil.copyfile(source / adapters.WEIGHTS, folder / adapters.WEIGHTS)
-    stated = adapters.facts_json(facts, max_new_tokens=max_new_tokens, confidence_threshold=confidence_threshold)
+    stated = adapters.facts_json(facts, adapter_family=family, max_new_tokens=max_new_tokens, confidence_threshold=confidence_threshold)
     (folder / adapters.FACTS).write_text(json.dumps(stated, indent=2) + "\n")
     tokenizer.save_pretrained(folder)
     _finish(folder, card, eval_results, with_decoder)
@@ -156,7 +156,7 @@ def card(
         library_name="peft" if adapter else "transformers", pipeline_tag="text-generation", tags=["cdlm", *kinds, *tags],
         datasets=datasets or None, model_name=name, eval_results=results or None,
     )
-    measured = "\n".join(f"- {line}" for line in lines) + "\n\n" + table if lines else "Not measured yet."
+    measured = "\n".join(f"- {line}" for line in lines) + "\n\n" + table if lines or table else "Not measured yet."
     trained = {
         "cdlm": "with consistency distillation (CDLM, arXiv 2511.19269)",
         "bd3lm": "with the loss of block diffusion (BD3-LM, arXiv 2503.09573)",
@@ -196,7 +196,7 @@ def _usage(decode: dict[str, Any], adapter: bool, stock: bool) -> str:
     """The card's code, and what is to be known about it."""
     budget, block, threshold = decode["max_new_tokens"], decode["block_length"], decode["confidence_threshold"]
     if not stock:
-        return f"""The base is in its family's own format, which `cdlm` reads into a stock class (needs `peft`):
+        return f"""Transformers alone does not make this adapter's base of its repository; `cdlm` does (needs `peft`):
 
 ```python
 import cdlm
@@ -333,7 +333,11 @@ def pack(folder: Path, repo_id: str, *, adapter_only: bool = False) -> Shipment:
             raise ValueError(f"{source / name} can't be sent: {left_out.get(name, 'it is not in the folder')}")
     _refuse_access_tokens([source / name for name in files if name not in weights])
     if "README.md" in files:
-        files["README.md"] = (source / "README.md").read_text(encoding="utf-8").replace(PLACE, repo_id).encode()
+        try:
+            text = (source / "README.md").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{source / 'README.md'} is not UTF-8: {error}") from None
+        files["README.md"] = text.replace(PLACE, repo_id).encode()
     return Shipment(source, repo_id, files, weights, left_out)
 
 

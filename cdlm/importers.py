@@ -24,6 +24,7 @@ Shapes: T states, N slots.
 
 import hashlib
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -76,7 +77,10 @@ def read_d3llm(row: dict[str, Any], tokens: Tokens, where: str) -> Record | str:
     prompt, states = _column(row, "prompt_ids", list, where), _column(row, "trajectory", list, where)
     if any(state[: len(prompt)] != prompt for state in states):
         return "other_prompt"
-    return Record(prompt, [state[len(prompt) :] for state in states], row.get("is_correct") is not False)
+    right = row.get("is_correct")
+    if right not in (True, False, None) or (right is not None and not isinstance(right, bool)):
+        raise ValueError(f"{where} has is_correct {right!r}; it must be true, false or missing")
+    return Record(prompt, [state[len(prompt) :] for state in states], right is not False)
 
 
 def read_tad(row: dict[str, Any], tokens: Tokens, where: str) -> Record | str:
@@ -85,8 +89,9 @@ def read_tad(row: dict[str, Any], tokens: Tokens, where: str) -> Record | str:
         return "summary_line"
     trajectory = _column(row, "trajectory", dict, where)
     try:
-        keys = sorted(trajectory, key=lambda key: int(key.removeprefix("step")))
-    except ValueError:
+        numbers = {key: int(re.fullmatch(r"step(\d+)", key)[1]) for key in trajectory}  # type: ignore[index]
+        keys = sorted(numbers, key=numbers.__getitem__)
+    except TypeError:
         raise ValueError(f"{where}: the states of a trajectory are named step0, step1, ...; here {', '.join(trajectory)}") from None
     states = [trajectory[key] for key in keys if trajectory[key] is not None]  # a table holds null for steps that others have
     prompt = row.get("prompt")
@@ -160,6 +165,17 @@ def _source(value: str) -> tuple[Iterator[dict[str, Any]], str]:
     return data.stream_rows(path), digest.hexdigest()
 
 
+def _whole_numbers(values: list[Any], dimensions: int, what: str) -> Tensor:
+    """Token ids as a tensor, or a ValueError: nothing is rounded, and true is no token."""
+    try:
+        found = torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{what} holds something else than token ids: {error}") from None
+    if found.numel() and (found.dtype != torch.long or found.dim() != dimensions):
+        raise ValueError(f"{what} holds something else than token ids: {str(values)[:80]}")
+    return found.long()
+
+
 class _Reader:
     """Turns rows into rows of a shard. The first row decides the budget, and whether the mask token is the model's."""
 
@@ -169,13 +185,19 @@ class _Reader:
         self.screen = trajectories.Screen(correct_only=asked.correct_only)
 
     def tokens(self, text: str, chat_template: bool) -> list[int]:
+        if unknown := data.unknown_text(self.tokenizer, text):
+            raise ValueError(f"the tokenizer does not know {unknown!r} in {text!r}")
         if chat_template:
             return data.prompt_ids(self.tokenizer, text, chat_template=True)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         """One row by the names of trajectories.SCHEMA."""
-        found = self._read(number, row)
+        try:
+            found = self._read(number, row)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            where = f"{self.source}, row {number + 1}"
+            raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
         empty = {"prompt_ids": [], "answer_ids": [], "tokens": [], "step": [], "decoded": 0, "stop": "", "screened": found}
         return {
             "id": number, "example": number, "group": "all", "temperature": None, "seed": None, "confidence": None,
@@ -189,10 +211,10 @@ class _Reader:
             return record
         if not record.states or not record.states[0] or len({len(state) for state in record.states}) != 1:
             return "no_states"
-        try:
-            states_TN = torch.tensor(record.states, dtype=torch.long)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{where}: a state holds something else than token ids: {error}") from None
+        states_TN = _whole_numbers(record.states, 2, f"{where}: a state")
+        _whole_numbers([record.prompt_ids], 2, f"{where}: the prompt")
+        if not record.prompt_ids:
+            return "no_prompt"
         self._fits(record, states_TN, where)
         if not 0 < len(record.prompt_ids) <= self.asked.max_prompt_tokens:
             return "long_prompt"
@@ -254,7 +276,7 @@ def import_folder(
         raise ValueError(f"config.json of {model} has vocab_size {vocabulary!r}; it must be a whole number")
     rows, source_hash = _source(source)
     reader = _Reader(asked, source, model, facts, vocabulary, families.load_tokenizer(model, facts))
-    partial = target.with_name(f"{target.name}.partial")
+    partial = target.with_name(f".{target.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)  # of an import that was killed
     partial.mkdir(parents=True)

@@ -166,6 +166,7 @@ class Plan:
         batch = t.batch_size * t.accumulation
         of = self.prompts.count * (len(r.collect.temperatures) if r.collect else 1)
         steps = t.steps or max(1, round((t.epochs or 0) * of / batch))
+        epochs = f"{steps * batch / of:.1f} epochs" if of else "of rows that are not counted here"
         w = t.distill_weight, t.consistency_weight, t.dlm_weight
         if t.objective == "cdlm":
             learning, looking = bool(w[0] or w[1]) + bool(w[2]), bool(w[1])
@@ -173,7 +174,7 @@ class Plan:
             learning, looking = 1 + t.complementary, False
         lora = "all parameters" if t.lora is None else f"LoRA rank {t.lora.rank} on {', '.join(t.lora.targets)}"
         words = (
-            f"{t.objective}, {lora}: {steps} steps of {batch} rows ({steps * batch / of:.1f} epochs), {learning + looking} forwards a step"
+            f"{t.objective}, {lora}: {steps} steps of {batch} rows ({epochs}), {learning + looking} forwards a step"
         )
         backward = 2 if t.lora is None else 1  # frozen weights need no gradient, only what flows through them does
         passes = float(learning * (1 + backward) + looking)

@@ -180,13 +180,13 @@ class Run:
 
         everything: False (a dry run) leaves out what is not on this machine and fetches nothing if the recipe has a config.
         """
-        from transformers import AutoModelForCausalLM
+        from cdlm.families import convert
 
         r = self.recipe
         place = r.model_path() if everything and r.scratch is None else self.here()
         config, source = self._model_config(place)
         if r.config is not None and place is not None:
-            agree(self._stock(config), self._stock(read_json(r.path(r.config))), str(r.model), str(r.path(r.config)))
+            agree(self._stock(config, place), self._stock(read_json(r.path(r.config)), None), str(r.model), str(r.path(r.config)))
         facts = None
         if r.scratch is None:
             facts = families.facts_of(place or source, config, families.find(config, r.family))
@@ -195,8 +195,7 @@ class Run:
             )):  # fmt: skip
                 if asked:
                     autoregressive(facts, asked_by)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self._stock(config))
+        model = convert.skeleton(self._stock(config, place))
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         origin = facts.block_origin if facts is not None else "prompt_end"
@@ -209,6 +208,16 @@ class Run:
             )
         if facts is not None:
             own = trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
+            if r.train.objective in BLOCKWISE and (facts.block_origin, facts.prompt_attention) == ("zero", "bidirectional"):
+                raise ValueError(
+                    f"{r.model} has block_origin 'zero' and prompt_attention 'bidirectional'; a block-causal student of it would have no "
+                    "exact cache: prompt_attention must be block_causal or causal"
+                )
+            if r.train.objective == "cdlm" and facts.prompt_attention == "causal" and not facts.block_causal:
+                raise ValueError(
+                    f"{r.model} is a causal LM: it can't fill slots under full attention, so there are no trajectories to collect; "
+                    "train.objective bd3lm makes a block diffusion model of it"
+                )
             caches = [name for name in r.evaluate.methods or () if name in ("teacher_prefix_cache", "teacher_dual_cache")]
             if caches and own.block_causal:
                 raise ValueError(f"evaluate.methods has {caches[0]}; this teacher is a block diffusion model, whose own cache is exact")
@@ -229,22 +238,17 @@ class Run:
         family = families.find(config, r.family).NAME if r.scratch is None else "scratch"
         return Inputs(model, family, facts, source, prompts, tests)
 
-    def _stock(self, config: dict[str, Any]) -> Any:
+    def _stock(self, config: dict[str, Any], place: Path | str | None) -> Any:
         """The stock transformers config of a config.json, be it a family's own or a stock one."""
-        from transformers import AutoConfig
-
         from cdlm.families import convert
 
         r = self.recipe
         if r.scratch is None:
             module = families.find(config, r.family)
             if hasattr(module, "entries"):
-                place = self.here()
                 return convert.native_config(config, module, families.facts_of(place, config, module) if place else module.facts(config))
-        values = {key: value for key, value in config.items() if key != "transformers_version"}
-        if "model_type" not in values:
-            raise ValueError("config.json has no model_type, which names the stock class")
-        return AutoConfig.for_model(**values)
+        values = {key: value for key, value in config.items() if key not in ("transformers_version", "model_type")}
+        return convert.stock_config(config.get("model_type"), values)
 
     def _checked_tokenizer(self, facts: families.Facts | None, place: Path | str) -> Any:
         if facts is not None:
@@ -613,7 +617,7 @@ def evaluate(run: Run) -> None:
     at_tau = [m for m in measured if m.method.name == "student" and m.method.parameter == tau]
     cut_steps = set(e.truncated_steps)
     if at_tau:
-        truncated = max(naive.blocks, round(mean(row.steps for row in at_tau[0].rows)))
+        truncated = max(naive.blocks + (teacher.facts.block_origin == "zero"), round(mean(row.steps for row in at_tau[0].rows)))
         cut_steps |= {truncated}
     rest = [m for name in e.methods if name not in ("student", "teacher") for m in methods(name)]
     measured += run_methods(rest, examples, tokenizer, e.batch_size, run.say)
@@ -694,7 +698,8 @@ def export(run: Run) -> None:
         adapter = run.out / "adapter.partial"
         stock = student.family == "native"
         hub.save_adapter(
-            run.student, tokenizer, adapter, base_model=base_model, facts=facts, max_new_tokens=budget, confidence_threshold=threshold,
+            run.student, tokenizer, adapter, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
+            confidence_threshold=threshold,
             card=card(adapter=True, stock=stock), eval_results=results, with_decoder=stock,
         )
     (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced

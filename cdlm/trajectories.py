@@ -173,7 +173,7 @@ def versions() -> dict[str, str]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write beside the place, then rename into it: a reader sees the old file or the new one, whole."""
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
     partial.replace(path)
 
@@ -297,13 +297,15 @@ def _decode_batch(
             final[row, last:] = model.facts.mask_token_id
             for stored, nothing in ((recorder.step, -1), (recorder.confidence, 0), (recorder.hidden, 0)):
                 stored[row, last:] = nothing
-            answer_ids = out.answer(row, model.facts.eos_token_ids)
+            within = final[row, : min(last, student.max_new_tokens, out.decoded_tokens[row])].tolist()
+            ends = [i for i, token in enumerate(within) if token in model.facts.eos_token_ids]
+            answer_ids, stop = (within[: ends[0]], "eos") if ends else (within, "length")
             rows.append({
                 "id": number, "example": example.index, "group": example.group, "temperature": temperature, "seed": seeds[row],
                 "prompt_ids": example.prompt_ids, "answer_ids": example.answer_ids, "tokens": final[row].tolist(),
                 "step": recorder.step[row].tolist(), "confidence": recorder.confidence[row].tolist(),
-                "decoded": min(out.decoded_tokens[row], last), "stop": out.stop[row],
-                "screened": screen.reason(answer_ids, out.stop[row], right(example, answer_ids)),
+                "decoded": min(out.decoded_tokens[row], last), "stop": stop,
+                "screened": screen.reason(answer_ids, stop, right(example, answer_ids)),
             })
     return rows, torch.cat(hidden)
 

@@ -144,7 +144,8 @@ def token_matches(model: Any, reference: dict[str, torch.Tensor]) -> dict[str, t
                 theirs = theirs[:, prompt.shape[1] :]
             ours = out.filled_BM[:, : theirs.shape[1]]
         found[key] = (int((ours == theirs).sum()), theirs.numel())
-        if "_thr" in key and not torch.equal(ours, theirs) and not could_be_greedy(model, prompt, theirs, config.block_length):
+        small = config.block_length <= 8  # could_be_greedy tries every subset of a block
+        if "_thr" in key and small and not torch.equal(ours, theirs) and not could_be_greedy(model, prompt, theirs, config.block_length):
             found[key] = SAMPLED
     return found
 
@@ -154,6 +155,10 @@ def check(folder: Path) -> int:
     model = families.load(folder)
     reference = load_file(folder / "reference.safetensors")
     status = 0
+    known = {"logits_full", "logits_block_causal", "logits_left_padded"}
+    for key in sorted(k for k in reference if k.startswith("logits_") and k not in known):
+        print(f"{folder.name}: {key}: logits that this file does not know")
+        status = 1
     for key, difference in logit_differences(model, reference).items():
         print(f"{folder.name}: {key}: largest difference {difference:.1e}")
         status = max(status, int(not difference <= LARGEST))

@@ -216,6 +216,9 @@ def test_top_k_and_top_p_leave_the_likely_tokens():
     logits = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]]).log()
     assert torch.allclose(likely(logits, 2, None).softmax(-1)[0, 0], torch.tensor([0, 0, 3 / 7, 4 / 7]))
     assert likely(logits, None, 0.39).softmax(-1)[0, 0].tolist() == [0, 0, 0, 1]
+    halves = torch.tensor([[[0.5, 0.25, 0.25]]]).log()  # exact in binary: the first alone adds up to 0.5
+    assert likely(halves, None, 0.5).isfinite().tolist() == [[[True, False, False]]]
+    assert likely(halves, None, 0.5, temperature=4.0).isfinite().sum() == 2  # flatter: 0.37, 0.31, 0.31
     assert torch.allclose(likely(logits, None, 0.41).softmax(-1)[0, 0], torch.tensor([0, 0, 3 / 7, 4 / 7]))
     assert torch.equal(likely(logits, 4, 1.0), logits) and torch.equal(likely(logits, None, None), logits)
 
@@ -445,3 +448,30 @@ def test_approximate_caches_take_fewer_tokens_a_step(kind):
     asked = DecodeConfig(12, 4, tokens_per_step=2, block_causal=False, use_cache=False, approximate_cache=kind, stop_at_eos=False)
     decode(model, ids, valid, asked)
     assert widths == ([17, 4] * 3 if kind == "dual" else [17, 12, 17, 8, 17, 4])
+
+
+def test_steps_are_at_most_those_asked_for_where_blocks_start_at_zero():
+    """N 16, B 4, 8 steps over at most 5 blocks are 2, 2, 2, 1, 1. A prompt of 8 tokens has 4 blocks: 7 steps. One of 9 leaves 3 open slots
+    in the first block, 2 a step: 2 steps; of 10 or 11 leaves 2 or 1: 1 step."""
+    model = random_model(facts=ZERO)
+    ids, valid = random_prompts([8, 9, 10, 11])
+    out = decode(model, ids, valid, DecodeConfig(16, 4, steps=8, stop_at_eos=False))
+    assert out.steps == [7, 8, 7, 7]
+
+
+def test_a_temperature_of_almost_nothing_is_greedy():
+    model = random_model()
+    ids, valid = random_prompts([5, 9])
+    greedy = decode(model, ids, valid, config(tokens_per_step=1))
+    for temperature in (1e-310, 1e-9):
+        cold = decode(model, ids, valid, config(tokens_per_step=1, temperature=temperature), seeds=[1, 2])
+        assert torch.equal(cold.ids_BN, greedy.ids_BN)
+
+
+def test_a_hole_in_the_padding_mask_is_refused():
+    ids, valid = random_prompts([5])
+    valid[0, 2] = False
+    with pytest.raises(ValueError, match="padded on the left"):
+        decode(random_model(), ids, valid, config())
+    with pytest.raises(ValueError, match=r"block_length is 9223372036854775808; it must be at least 1 \(and below 2"):
+        config(block_length=2**63)

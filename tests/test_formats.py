@@ -207,7 +207,7 @@ def other_shape(tmp_path: Path, name: str, **values) -> tuple[Path, dict[str, to
     config = {**json.loads((FIXTURES / name / "config.json").read_text()), **values}
     (folder / "config.json").write_text(json.dumps(config))
     module = families.find(config)
-    skeleton = convert._skeleton(convert.native_config(config, module, module.facts(config)))
+    skeleton = convert.skeleton(convert.native_config(config, module, module.facts(config)))
     draw = torch.Generator().manual_seed(0)
     native = {key: torch.randn(shape, generator=draw) for key, shape in convert._shapes(skeleton).items()}
     entries = module.entries(config)
@@ -421,3 +421,89 @@ def test_inspect_reads_the_files_but_no_weights(tmp_path, capsys):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert cli.main(["inspect", str(folder)]) == 2
     assert "is a pickle" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_names_code_of_its_own_is_read_without_it(tmp_path):
+    """As Dream's: vocab.json and merges.txt, and a class in the repository. Also where there is a tokenizer.json."""
+    folder = copy(tmp_path, "dream")
+    letters = {token: i for i, token in enumerate([*"abcdefgh", "ab", *(f"unused{i}" for i in range(9, 158))])}
+    (folder / "vocab.json").write_text(json.dumps(letters))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    special = {"158": {"content": "<end>", "special": True}, "159": {"content": "<m>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "DreamTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": special, "eos_token": "<end>", "pad_token": "<end>", "mask_token": "<m>",
+    }))  # fmt: skip
+    (folder / "tokenization_dream.py").write_text("raise SystemExit('remote code ran')\n")
+    tokenizer = families.load_tokenizer(folder, families.load(folder).facts)
+    assert tokenizer("abc")["input_ids"] == [8, 2] and tokenizer.mask_token_id == 159
+    tokenizer.save_pretrained(tmp_path / "fast")
+    shutil.copyfile(tmp_path / "fast" / "tokenizer.json", folder / "tokenizer.json")
+    (folder / "vocab.json").unlink()
+    assert families.load_tokenizer(folder, families.load(folder).facts)("abc")["input_ids"] == [8, 2]
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="its tokenizer is code of the repository, which is not run"):
+        families.load_tokenizer(folder, families.load(folder).facts)
+
+
+def test_a_students_own_block_length_goes_back_into_the_familys_config(tmp_path):
+    cli.main(["convert", str(FIXTURES / "sdar"), str(tmp_path / "native"), "--to", "native"])
+    change(tmp_path / "native", block_length=8)
+    cli.main(["convert", str(tmp_path / "native"), str(tmp_path / "family"), "--to", "family"])
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (FIXTURES / "sdar", tmp_path / "family"))
+    assert after == {**before, "block_size": 8} and families.load(tmp_path / "family").facts.block_length == 8
+
+
+@pytest.mark.parametrize("values, said", [
+    ({"eos_token_id": "2"}, "eos_token_id is '2'; it must be a whole number"), ({"eos_token_id": [[2]]}, r"eos_token_id is \[\[2\]\]"),
+    ({"block_size": "4"}, "block_length is '4'; it must be a whole number"), ({"hidden_size": "abc"}, "can't be read as qwen3"),
+    ({"vocab_size": -4}, "config.json makes no model"), ({"mask_token_id": -1}, "mask_token_id is -1; the model has embeddings for ids 0"),
+])  # fmt: skip
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_values_of_a_wrong_kind_are_one_line(tmp_path, capsys, values, said, command):
+    folder = copy(tmp_path, "sdar")
+    change(folder, **values)
+    assert cli.main([command, str(folder), *(["--prompt", "x"] if command == "generate" else [])]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_model_type_that_is_no_text_is_one_line(tmp_path, capsys):
+    folder = copy(tmp_path, "sdar")
+    change(folder, model_type=["llama"])
+    assert cli.main(["inspect", str(folder)]) == 2
+    assert "no family recognises model_type ['llama']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, values", [("granite", {"logits_scaling": 8.0}), ("cohere", {"logit_scale": 0.25})])
+def test_a_class_that_scales_its_logits_is_refused(tmp_path, kind, values):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.for_model(
+        kind, vocab_size=58, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        pad_token_id=0, eos_token_id=2, bos_token_id=None, **values,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny" / "tokenizer").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="scales or caps its logits"):
+        families.load(tmp_path, family="causal")
+
+
+def test_what_stands_beside_a_target_is_not_touched(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").write_text("kept")
+    assert cli.main(["convert", str(FIXTURES / "llada"), str(tmp_path / "out"), "--to", "native"]) == 0
+    assert (tmp_path / "out.partial" / "mine").read_text() == "kept" and not list(tmp_path.glob(".*.partial"))
+    (tmp_path / "found.partial").write_text("kept")
+    assert cli.main(["roofline", "llada-8b", "--json", str(tmp_path / "found.json")]) == 0
+    assert (tmp_path / "found.partial").read_text() == "kept"
+
+
+def test_an_adapter_that_names_itself_or_has_broken_facts_is_one_error(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
+    with pytest.raises(ValueError, match="names itself as its base"):
+        families.read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(FIXTURES / "llada")}))
+    for text, said in (("[]", r"facts\.json holds \[\]"), ("{", r"facts\.json is not JSON")):
+        (tmp_path / "facts.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            families.read_config(tmp_path)

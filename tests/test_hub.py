@@ -337,3 +337,34 @@ def test_a_folder_that_would_read_text_otherwise_is_not_written(tmp_path, tokeni
     with pytest.raises(ValueError, match="model_type 'qwen2' transformers reads this tokenizer as"):
         save(tmp_path / "export", random_model("qwen2"), tokenizer)
     assert contents(tmp_path / "export") == before
+
+
+def test_the_exported_decoder_under_eager_attention_equals_decode():
+    model = exported_style(random_model("llama", seed=2))
+    prompt, valid = random_prompts([9, 2, 6], seed=4)
+    expected = decode(model, prompt, valid, DecodeConfig(12, 4, confidence_threshold=0.5)).ids_BN
+    model.hf.set_attn_implementation("eager")
+    out = generate(model.hf, input_ids=prompt, attention_mask=valid.long(), max_new_tokens=12)
+    assert torch.equal(out[:, prompt.shape[1] :], expected)
+    model.hf.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2'; this file needs one that takes any mask: sdpa or eager"):
+        generate(model.hf, input_ids=prompt, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("argument", [{"block_lenght": 2}, {"confidence_treshold": 0.1}])
+def test_the_exported_decoder_refuses_an_argument_that_it_does_not_know(argument):
+    model = exported_style(random_model("llama"))
+    with pytest.raises(ValueError, match=f"unknown argument {next(iter(argument))}"):
+        generate(model.hf, input_ids=random_prompts([5])[0], max_new_tokens=4, **argument)
+
+
+@pytest.mark.parametrize("argument", [{"no_repeat_ngram_size": 1}, {"suppress_tokens": [5]}, {"stop_strings": ["a"]}, {"max_time": 3.0}])
+def test_the_exported_decoder_refuses_what_transformers_knows_and_it_does_not_do(argument):
+    model = exported_style(random_model("llama"))
+    with pytest.raises(ValueError, match=f"not supported: .*{next(iter(argument))}"):
+        generate(model.hf, input_ids=random_prompts([5])[0], max_new_tokens=4, **argument)
+
+
+def test_the_exported_decoder_without_a_prompt():
+    with pytest.raises(ValueError, match="no prompt: give input_ids"):
+        generate(exported_style(random_model("llama")).hf, max_new_tokens=4)

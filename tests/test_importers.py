@@ -369,3 +369,32 @@ def test_the_trajectories_of_another_run_may_be_named(tmp_path_factory, tmp_path
 def test_collect_has_nothing_to_do_where_trajectories_are_named(recipe, capsys):
     assert cli.main(["collect", str(recipe), "--out", "out"]) == 2
     assert "this recipe has no collect stage; it has train, evaluate, export" in capsys.readouterr().err
+
+
+BROKEN = {
+    "a flat trajectory": ("d3llm", {"prompt_ids": [5], "trajectory": [1, 2]}, "row 1"),
+    "a state that is null": ("d3llm", {"prompt_ids": [5], "trajectory": [[5, 1], None]}, "row 1"),
+    "a state that is a number": ("tad", {"question": "copy:a", "trajectory": {"step0": 5}}, "row 1"),
+    "prompt ids in a list": ("d3llm", {"prompt_ids": [[5]], "trajectory": [[[5], 1]]}, "row 1"),
+    "text for ids": ("d3llm", {"prompt_ids": ["a"], "trajectory": [["a", 1]]}, "row 1: .*token ids"),
+    "a huge id": ("d3llm", {"prompt_ids": [2**70], "trajectory": [[2**70, 1]]}, "row 1: .*token ids"),
+    "parts of tokens": ("d3llm", {"prompt_ids": [5], "trajectory": [[5, 9.7, 1], [5, 9.7, 3]]}, "row 1: a state holds something else"),
+    "a prompt of parts": ("d3llm", {"prompt_ids": [5.9], "trajectory": [[5.9, 1]]}, "row 1: the prompt holds something else"),
+    "right by a number": ("d3llm", {"prompt_ids": [5], "trajectory": [[5, 1]], "is_correct": 0}, "is_correct 0; it must be true, false"),
+    "text that is not known": ("tad", {"prompt": "你好", "trajectory": {"step0": [1]}}, "row 1: the tokenizer does not know '你好'"),
+    "a step without a number": ("tad", {"prompt": "a", "trajectory": {"step0": [1], "00": [1]}}, "named step0, step1"),
+}
+
+
+@pytest.mark.parametrize("form, row, said", BROKEN.values(), ids=BROKEN)
+def test_a_broken_row_is_one_error_that_names_it(made, tmp_path, form, row, said):
+    with pytest.raises(ValueError, match=said):
+        bring(made, jsonl(tmp_path / "x.jsonl", [row]), tmp_path / "out", format=form)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*.partial"))
+
+
+def test_an_import_leaves_what_is_not_its_own(made, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").write_text("kept")
+    bring(made, jsonl(tmp_path / "x.jsonl", [made[2].d3llm(row) for row in range(40)]), tmp_path / "out")
+    assert (tmp_path / "out.partial" / "mine").read_text() == "kept"

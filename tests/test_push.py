@@ -609,7 +609,8 @@ def test_an_adapter_on_a_base_in_its_familys_own_format(server, tmp_path, tokeni
         stock=False,
     )
     hub.save_adapter(
-        tmp_path / "student", tokenizer, tmp_path / "adapter", base_model="someone/llada", facts=replace(facts, block_length=4),
+        tmp_path / "student", tokenizer, tmp_path / "adapter", base_model="someone/llada", family="llada",
+        facts=replace(facts, block_length=4),
         max_new_tokens=8, confidence_threshold=0.5, card=card, with_decoder=False,
     )
     shipment = hub.pack(tmp_path / "adapter", "me/adapter")

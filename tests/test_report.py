@@ -224,8 +224,12 @@ def test_summary_against_greedy_decoding():
     found = report.summarise([*(r for r in results() if r["method"] == "student"), greedy], 0.9, None)
     assert report.summary_lines(found) == [
         "student 80.0% in 4.0 steps, greedy decoding of the autoregressive model it was made of 95.0% in 24.0 steps: 6.0x fewer steps, "
-        "3.0x lower latency"
+        "3.0x lower latency, 15.0 points of accuracy lost"
     ]
+    worthless = [{**r, "accuracy": 0.4} for r in results() if r["method"] == "student"]
+    assert report.summary_lines(report.summarise([*worthless, greedy], 0.9, None))[0].endswith(
+        "the student fails, so its steps and seconds are no gain"
+    )
     assert report.summary_lines(report.summarise([greedy], 0.9, None)) == ["autoregressive 95.0% in 24.0 steps"]
 
 

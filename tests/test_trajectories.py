@@ -219,3 +219,19 @@ def test_a_students_block_is_made_of_the_teachers_whole_blocks(tmp_path):
     with pytest.raises(ValueError, match=r"decode\.block_length is 4; the teacher decodes in blocks of 3"):
         collect(tmp_path, random_model(facts={**ZERO, "block_length": 3}))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_end_token_behind_the_budget_is_none(tmp_path, monkeypatch):
+    """Budget 12, prompts in blocks of 4: the last block may end with slot 14, but slots 12 to 14 are no part of the answer."""
+
+    def with_a_late_end(*args, **kwargs):
+        out = decode(*args, **kwargs)
+        out.filled_BM[:, :12] = 7
+        out.filled_BM[:, 12:14] = 2
+        return out
+
+    monkeypatch.setattr(trajectories, "decode", with_a_late_end)
+    collect(tmp_path, random_model(facts={**ZERO, "block_length": 4}))
+    stored = list(Trajectories(tmp_path, screened=True))
+    assert {t.stop for t in stored} == {"length"} and {t.screened for t in stored} == {"no_eos"}
+    assert any(2 in t.tokens.tolist() for t in stored), "the end token is there, behind the budget"

@@ -177,11 +177,16 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         if s["student_accuracy"] is None:
             lines.append(f"autoregressive {greedy}")
         else:
-            faster = s.get("autoregressive_latency_speedup")
+            lost = round(100 * (s["autoregressive_accuracy"] - s["student_accuracy"]), 1)
+            gains = [f"{s['autoregressive_step_reduction']:.1f}x fewer steps"]
+            if faster := s.get("autoregressive_latency_speedup"):
+                gains.append(f"{faster:.1f}x lower latency")
+            gains.append(f"{abs(lost):.1f} points of accuracy {'lost' if lost > 0 else 'won'}" if lost else "no accuracy lost")
+            if s["student_accuracy"] < s["autoregressive_accuracy"] / 2 or not s["student_accuracy"]:
+                gains = ["the student fails, so its steps and seconds are no gain"]
             lines.append(
-                f"student {s['student_accuracy']:.1%} in {s['student_steps_at_threshold']:.1f} steps, greedy decoding of the "
-                f"autoregressive model it was made of {greedy}: {s['autoregressive_step_reduction']:.1f}x fewer steps"
-                + (f", {faster:.1f}x lower latency" if faster else "")
+                f"student {s['student_accuracy']:.1%} in {_steps(s['student_steps_at_threshold'], 1)}, greedy decoding of the "
+                f"autoregressive model it was made of {greedy}: {', '.join(gains)}"
             )
     if s["truncated_accuracy"] is not None:
         lines.append(f"the teacher cut to {_steps(s['truncated_steps'], 0)}: {s['truncated_accuracy']:.1%}")

@@ -7,7 +7,14 @@ mask, and their keys and values stay in the cache. (CDLM, arXiv 2511.19269.)
 """
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
+
+# Arguments that transformers' generate hands on, or a tokenizer adds, and that change nothing here.
+PASSED = (
+    "use_cache", "synced_gpus", "token_type_ids", "negative_prompt_ids", "negative_prompt_attention_mask", "pad_token_id", "tokenizer",
+    "return_dict_in_generate", "eos_token_id", "streamer", "assistant_model", "prefix_allowed_tokens_fn", "stopping_criteria",
+    "logits_processor", "cache", "cache_implementation",
+)
 
 
 def generate(
@@ -29,7 +36,13 @@ def generate(
     from_zero, shifted, prompt_attention = config.block_origin == "zero", config.logit_shift, config.prompt_attention
     if from_zero and prompt_attention == "bidirectional":
         raise ValueError("blocks from position 0 under a bidirectional prompt have no exact cache, and this file decodes with one")
+    implementation = model.config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise ValueError(f"attn_implementation is {implementation!r}; this file needs one that takes any mask: sdpa or eager")
     defaults = generation_config or model.generation_config
+    unknown = [k for k, v in kwargs.items() if v is not None and k not in PASSED and not hasattr(defaults, k)]
+    if unknown:
+        raise ValueError(f"unknown argument {unknown[0]}; known: max_new_tokens, block_length, confidence_threshold")
     neutral = {
         "do_sample": (False,), "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1.0,), "max_length": (),
         "temperature": (1.0,), "top_p": (1.0,), "top_k": (), "min_new_tokens": (0,), "stopping_criteria": (), "logits_processor": (),
@@ -37,6 +50,8 @@ def generate(
     }
     asked = [k for k, same in neutral.items() if kwargs.get(k) is not None and kwargs[k] not in same]
     asked += [k for k in ("eos_token_id", "return_dict_in_generate") if kwargs.get(k)]
+    usual = vars(GenerationConfig())
+    asked += [k for k, v in kwargs.items() if k in usual and k not in (*neutral, *PASSED) and v is not None and v != usual[k]]
     asked += [k for k, same in neutral.items() if same and getattr(defaults, k, None) not in (None, *same)]
     if asked:
         raise ValueError(f"decoding is greedy, block by block; not supported: {', '.join(asked)}")
@@ -46,6 +61,8 @@ def generate(
     if budget < 1 or block < 1 or not 0 <= threshold <= 1:
         raise ValueError(f"max_new_tokens {budget} and block_length {block} must be 1 or more, confidence_threshold {threshold} in 0..1")
     prompt = input_ids if input_ids is not None else inputs
+    if prompt is None:
+        raise ValueError("no prompt: give input_ids, [rows, tokens]")
     if prompt.shape[1] == 0:
         raise ValueError("the prompt is empty; it must hold at least one token")
     valid = torch.ones_like(prompt, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -93,7 +110,10 @@ def generate(
             count, seen = pending.shape[1], torch.cat([key_position, position], dim=1)
             allow = torch.cat([key_valid, fresh], dim=1)[:, None, :] & (seen[:, None, :] <= horizon(position)[:, :, None])
             allow = allow | ~allow.any(-1, keepdim=True)
-            logits = model(input_ids=ids, attention_mask=allow[:, None], position_ids=position, cache=cache, use_cache=True,
+            mask = allow[:, None]
+            if implementation == "eager":  # adds the mask to its scores
+                mask = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, torch.finfo(model.dtype).min)
+            logits = model(input_ids=ids, attention_mask=mask, position_ids=position, cache=cache, use_cache=True,
                            logits_to_keep=slots.shape[1] + (count > 0)).logits.float()
             # Keep the pending tokens' keys and values, drop the block's.
             cache.crop(-slots.shape[1])

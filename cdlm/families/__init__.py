@@ -17,6 +17,7 @@ import torch
 from cdlm import attention as attending
 from cdlm.families import adapter, causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
 from cdlm.families.base import DiffusionLM, Facts
+from cdlm.families.decoder import stock_tokenizer
 
 FAMILIES: dict[str, ModuleType] = {
     module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, causal)
@@ -38,7 +39,10 @@ def read_config(path_or_id: str | Path) -> dict[str, Any]:
     look = _looker(path_or_id)
     file = look("config.json")
     if file is None and (found := adapter.find(look)) is not None:
-        return adapter.overlay(read_config(adapter.base_of(found[0])), found[1])
+        base = adapter.base_of(found[0])
+        if Path(base).is_dir() and Path(base).resolve() == Path(path_or_id).resolve():
+            raise ValueError(f"{found[0]} names itself as its base; base_model_name_or_path must be another model")
+        return adapter.overlay(read_config(base), found[1])
     if file is None:
         raise ValueError(f"{path_or_id} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
     return _read_json(file)
@@ -93,7 +97,8 @@ def _hub_file(repo_id: str, name: str) -> Path | None:
 
 
 def find(config: dict[str, Any], family: str | None = None) -> ModuleType:
-    """The family that a config.json belongs to, or the one named."""
+    """The family that a config.json belongs to, or the one named; of an adapter, the one that its facts.json names."""
+    family = family or config.get("adapter_family")
     if family is not None:
         if family not in FAMILIES:
             raise ValueError(f"unknown family {family!r}; known: {', '.join(sorted(FAMILIES))}")
@@ -141,8 +146,13 @@ def token_ids(path_or_id: str | Path, config: dict[str, Any]) -> tuple[dict[str,
     return found, origin
 
 
-def _listed(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+def _listed(value: Any) -> list[int]:
+    """End tokens as a list; a ValueError unless they are whole numbers."""
+    ends = [] if value is None else value if isinstance(value, list) else [value]
+    for end in ends:
+        if isinstance(end, bool) or not isinstance(end, int):
+            raise ValueError(f"eos_token_id is {value!r}; it must be a whole number or a list of them")
+    return ends
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
@@ -196,6 +206,7 @@ def load(
         dtype = DTYPES[dtype]
     look = _looker(path_or_id)
     if look("config.json") is None and (found := adapter.find(look)) is not None:
+        family = family or adapter.overlay({}, found[1]).get("adapter_family")
         base = load(adapter.base_of(found[0]), family=family, dtype=dtype, device=device, attention=attention)
         return adapter.put_on(base, local_folder(path_or_id), found[1])
     config = read_config(path_or_id)
@@ -209,11 +220,7 @@ def load(
         hf = convert.load_stock(local_folder(path_or_id), dtype)
     if hasattr(module, "prepare"):
         module.prepare(hf, facts, path_or_id)
-    rows = hf.get_input_embeddings().weight.shape[0]
-    for name, number in (("mask_token_id", facts.mask_token_id), ("pad_token_id", facts.pad_token_id),
-                         *(("eos_token_id", end) for end in facts.eos_token_ids)):  # fmt: skip
-        if not 0 <= number < rows:
-            raise ValueError(f"{path_or_id}: {name} is {number}; the model has embeddings for ids 0 to {rows - 1}")
+    facts.check_ids(hf.get_input_embeddings().weight.shape[0], path_or_id)
     set_attention(hf, attention, device)
     return DiffusionLM(hf.to(device), facts, module.NAME).eval()
 
@@ -258,9 +265,7 @@ def load_tokenizer(path_or_id: str | Path, facts: Facts):
 
     A mask token that family causal added to the model is added here too.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path_or_id, padding_side="left", trust_remote_code=False)
+    tokenizer = stock_tokenizer(path_or_id, padding_side="left")
     if tokenizer.mask_token_id is None and facts.mask_token_id == len(tokenizer):
         causal.add_mask(tokenizer)
     for name, stated in (("mask", facts.mask_token_id), ("pad", facts.pad_token_id)):

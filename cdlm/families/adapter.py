@@ -1,8 +1,8 @@
 """Adapters: a folder or Hub repository with adapter_config.json, adapter_model.safetensors and facts.json, on a base that it names.
 
-facts.json holds what the base's config.json does not say of the student: block_length, confidence_threshold, max_new_tokens, and the
-base's own facts, so that an adapter on another base is noticed. There is no config.json: beside one, transformers takes an adapter for
-a part of a whole model and does not ask for its base.
+facts.json holds what the base's config.json does not say of the student: block_length, confidence_threshold, max_new_tokens, the family as
+which the base is read, and the base's own facts, so that an adapter on another base is noticed. There is no config.json: beside one,
+transformers takes an adapter for a part of a whole model and does not ask for its base.
 """
 
 import json
@@ -46,7 +46,15 @@ def facts_json(facts: Facts, **decode: Any) -> dict[str, Any]:
 
 def overlay(base_config: dict[str, Any], file: Path | None) -> dict[str, Any]:
     """The base's config.json with the values of facts.json (when there is one) over it."""
-    return base_config if file is None else {**base_config, **json.loads(file.read_text())}
+    if file is None:
+        return base_config
+    try:
+        stated = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(stated, dict):
+        raise ValueError(f"{file} holds {stated!r}; it must be an object with named values")
+    return {**base_config, **stated}
 
 
 def put_on(base: DiffusionLM, folder: Path, file: Path | None) -> DiffusionLM:

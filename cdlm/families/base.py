@@ -35,6 +35,14 @@ class Facts:
     prompt_attention: str = "bidirectional"
 
     def __post_init__(self) -> None:
+        whole = [("mask_token_id", self.mask_token_id), ("pad_token_id", self.pad_token_id)]
+        whole += [("eos_token_id", end) for end in self.eos_token_ids]
+        whole += [("block_length", self.block_length)] if self.block_length is not None else []
+        for name, value in whole:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number")
+        if not isinstance(self.logit_shift, bool):
+            raise ValueError(f"logit_shift is {self.logit_shift!r}; it must be true or false")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
@@ -42,14 +50,18 @@ class Facts:
             raise ValueError("eos_token_ids is empty; decoding needs at least one end-of-sequence token")
         if self.block_length is not None and self.block_length < 1:
             raise ValueError(f"block_length is {self.block_length}; a block holds at least 1 token")
-        for name in ("mask_token_id", "pad_token_id"):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         if self.mask_token_id == self.pad_token_id or self.mask_token_id in self.eos_token_ids:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is also the pad or an end-of-sequence token "
                 f"(pad {self.pad_token_id}, eos {list(self.eos_token_ids)}); a diffusion model needs a mask token of its own"
             )
+
+    def check_ids(self, rows: int, where: Any) -> None:
+        """A ValueError for a token id that the model has no embedding for."""
+        for name, number in (("mask_token_id", self.mask_token_id), ("pad_token_id", self.pad_token_id),
+                             *(("eos_token_id", end) for end in self.eos_token_ids)):  # fmt: skip
+            if not 0 <= number < rows:
+                raise ValueError(f"{where}: {name} is {number}; the model has embeddings for ids 0 to {rows - 1}")
 
     @property
     def block_causal(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cdlm.families.base import Facts
-from cdlm.families.decoder import token_facts
+from cdlm.families.decoder import stock_tokenizer, token_facts
 
 NAME = "causal"
 MASK_TOKEN = "<|mask|>"
@@ -30,7 +30,7 @@ def is_stock(config: dict[str, Any]) -> bool:
     """Whether transformers has a causal LM of this model_type of its own."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return str(config.get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def facts(config: dict[str, Any]) -> Facts:
@@ -105,9 +105,7 @@ def _refuse_windows(config: Any) -> None:
 
 
 def _tokenizer(path_or_id: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=False)
+    return stock_tokenizer(path_or_id)
 
 
 def _generation_config(path_or_id: str | Path) -> dict[str, Any]:

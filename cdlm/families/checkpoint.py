@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Move = Callable[[list[Tensor]], list[Tensor]]
-RELEASE = 128 * 2**20  # bytes read after which files are mapped anew, so that pages already copied leave memory
+RELEASE = 32 * 2**20  # bytes read after which files are mapped anew, so that pages already copied leave memory
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Entry:
     family: tuple[str, ...]
     to_native: Move
     to_family: Move
+    copies: bool = False  # whether to_native gives tensors of its own, so that what was read can be let go
 
 
 def same(native: str, family: str | None = None) -> Entry:
@@ -48,12 +49,16 @@ def stack(native: str, parts: Sequence[Sequence[str]]) -> Entry:
     width = len(parts[0])
 
     def to_native(x: list[Tensor]) -> list[Tensor]:
-        return [torch.stack([torch.cat(x[i : i + width]) for i in range(0, len(x), width)])]
+        rows = sum(part.shape[0] for part in x[:width])
+        whole = x[0].new_empty(len(parts), rows, *x[0].shape[1:])
+        for number, one in enumerate(whole):
+            torch.cat(x[number * width : (number + 1) * width], out=one)
+        return [whole]
 
     def to_family(x: list[Tensor]) -> list[Tensor]:
         return [part.clone() for one in x[0] for part in one.chunk(width)]
 
-    return Entry((native,), tuple(name for group in parts for name in group), to_native, to_family)
+    return Entry((native,), tuple(name for group in parts for name in group), to_native, to_family, copies=True)
 
 
 class Files:
@@ -153,16 +158,23 @@ def check_shapes(entries: Iterable[Entry], files: Files, shapes: dict[str, torch
 def native_tensors(
     entries: Iterable[Entry], files: Files, shapes: dict[str, torch.Size], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(native key, tensor), one after the other; a wrong shape is an error that names file, key and both shapes."""
-    for entry in entries:
+    """(native key, tensor), one after the other; a wrong shape is an error that names file, key and both shapes.
+
+    Where some entries copy, all tensors are copies: one that still pointed into a mapped file would keep the whole file in memory.
+    """
+    held = list(entries)
+    copying = any(entry.copies for entry in held)
+    for entry in held:
         found = entry.to_native([files.get(key) for key in entry.family])
         for key, tensor in zip(entry.native, found, strict=True):
             if tensor.shape != shapes[key]:
                 where = f"{files.file(entry.family[0])}: {entry.family[0]}"
                 raise ValueError(f"{where} has shape {tuple(tensor.shape)} as {key}; config.json says {tuple(shapes[key])}")
-            yield key, tensor.to(dtype) if dtype is not None else tensor
-        del found
-        if dtype not in (None, tensor.dtype):
+            moved = tensor.to(dtype) if dtype is not None else tensor
+            yield key, moved.clone() if copying and not entry.copies and moved is tensor else moved
+        copied = copying or dtype not in (None, tensor.dtype)
+        del found, tensor, moved
+        if copied:
             files.release()
 
 

@@ -34,10 +34,8 @@ def _ignored(config: dict[str, Any]) -> Any:
 
 def native_config(config: dict[str, Any], module: ModuleType, facts: Facts) -> Any:
     """The stock config with the family's facts and its own config inside."""
-    from transformers import AutoConfig
-
     values = dict(module.native_config(config))
-    made = AutoConfig.for_model(values.pop("model_type"), **values)
+    made = stock_config(values.pop("model_type"), values)
     made.eos_token_id, made.pad_token_id, made.bos_token_id = list(facts.eos_token_ids), facts.pad_token_id, config.get("bos_token_id")
     for key, value in native.config_keys(facts).items():
         setattr(made, key, value)
@@ -45,11 +43,28 @@ def native_config(config: dict[str, Any], module: ModuleType, facts: Facts) -> A
     return made
 
 
-def _skeleton(config: Any) -> Any:
+def skeleton(config: Any) -> Any:
+    """The class without weights; a ValueError where the config makes none."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (TypeError, RuntimeError, ZeroDivisionError, KeyError, AssertionError) as error:
+        raise ValueError(f"config.json makes no model: {error}") from None
+
+
+def stock_config(model_type: Any, values: dict[str, Any]) -> Any:
+    """A config of transformers' own, or a ValueError that says which value it can't take."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if not isinstance(model_type, str):
+        raise ValueError(f"config.json has model_type {model_type!r}; it names the stock class, as text")
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except (TypeError, StrictDataclassError) as error:
+        raise ValueError(f"config.json can't be read as {model_type}: {' '.join(str(error).split())}") from None
 
 
 def _shapes(model: Any) -> dict[str, torch.Size]:
@@ -61,9 +76,9 @@ def load(folder: Path, config: dict[str, Any], module: ModuleType, facts: Facts,
     made = native_config(config, module, facts)
     files, entries = checkpoint.Files(folder), module.entries(config)
     checkpoint.check_keys(entries, files, _ignored(config))
-    skeleton = _skeleton(made)
-    tensors = dict(checkpoint.native_tensors(entries, files, _shapes(skeleton), dtype))
-    model = type(skeleton).from_pretrained(None, config=made, state_dict=tensors, dtype=dtype, attn_implementation="sdpa")
+    empty = skeleton(made)
+    tensors = dict(checkpoint.native_tensors(entries, files, _shapes(empty), dtype))
+    model = type(empty).from_pretrained(None, config=made, state_dict=tensors, dtype=dtype, attn_implementation="sdpa")
     lacking = sorted(key for key, tensor in model.state_dict().items() if tensor.device.type == "meta")
     if lacking:
         raise ValueError(f"{folder}: {lacking[0]} was not filled ({len(lacking)} such tensors)")
@@ -93,7 +108,18 @@ def load_stock(folder: Path, dtype: torch.dtype) -> Any:
     for key, tensor in model.named_parameters():
         if tensor.numel() and not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):
             raise ValueError(f"{files.file(key) if key in files else folder}: {key} holds NaN or infinity")
+    _refuse_scaled_logits(model, folder)
     return model
+
+
+def _refuse_scaled_logits(model: Any, folder: Path) -> None:
+    """A ValueError for a class that does more than its head with its hidden rows (scales or caps logits): seen on three tokens."""
+    ids = torch.arange(3)[None] % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits.float()
+        ours = model.get_output_embeddings()(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state).float()
+    if not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
+        raise ValueError(f"{folder}: {type(model).__name__} scales or caps its logits behind the head, which is not supported here")
 
 
 def _copy_rest(source: Path, target: Path) -> None:
@@ -108,11 +134,11 @@ def to_native(source: Path, config: dict[str, Any], module: ModuleType, facts: F
     made = native_config(config, module, facts)
     files, entries = checkpoint.Files(source), module.entries(config)
     checkpoint.check_keys(entries, files, _ignored(config))
-    skeleton = _skeleton(made)
-    made.architectures = [type(skeleton).__name__]
+    empty = skeleton(made)
+    made.architectures = [type(empty).__name__]
     made.dtype = files.get(entries[0].family[0]).dtype
     made.save_pretrained(target)
-    checkpoint.write(target, checkpoint.native_tensors(entries, files, _shapes(skeleton), None))
+    checkpoint.write(target, checkpoint.native_tensors(entries, files, _shapes(empty), None))
     _copy_rest(source, target)
 
 
@@ -121,6 +147,8 @@ def to_family(source: Path, config: dict[str, Any], families: dict[str, ModuleTy
     kept = config.get(SOURCE)
     if not isinstance(kept, dict) or kept.get("family") not in families:
         raise ValueError(f"{source}/config.json has no {SOURCE}: it was not converted from a family, so there is no format to go back to")
+    from cdlm.families import token_ids
+
     module, family_config = families[kept["family"]], kept["config"]
     files, entries = checkpoint.Files(source), module.entries(family_config)
 
@@ -129,6 +157,9 @@ def to_family(source: Path, config: dict[str, Any], families: dict[str, ModuleTy
             found: list[Tensor] = entry.to_family([files.get(key) for key in entry.native])
             yield from zip(entry.family, found, strict=True)
 
+    block, key = config.get("block_length"), getattr(module, "BLOCK_KEY", None)
+    if key is not None and block is not None and block != module.facts(token_ids(source, family_config)[0]).block_length:
+        family_config = {**family_config, key: block}  # a student with longer blocks
     (target / "config.json").write_text(json.dumps(family_config, indent=2) + "\n")
     checkpoint.write(target, tensors())
     _copy_rest(source, target)
@@ -145,7 +176,7 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType])
     if not source.is_dir():
         raise ValueError(f"{source} is no folder here; convert works on local folders")
     config = read_config(source)
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(f".{target.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -174,10 +205,10 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> It
     if "auto_map" in config:
         yield f"auto_map    names remote code ({', '.join(map(str, config['auto_map']))}); it is not run"
     facts, origins = facts_of(path, config, module), {**token_ids(path, config)[1], **getattr(module, "ORIGINS", {})}
-    stated = {"eos_token_ids": "eos_token_id", "block_length": "block_size"}
+    keys = {"eos_token_ids": ("eos_token_id",), "block_length": ("block_size", "bd_size", "block_length")}
     for name, value in {**facts.to_config(), "eos_token_ids": list(facts.eos_token_ids), "pad_token_id": facts.pad_token_id}.items():
-        found = [key for key in (stated.get(name, name), name) if config.get(key) is not None]
-        elsewhere = origins.get(stated.get(name, name), origins.get(name))
+        found = [key for key in keys.get(name, (name,)) if config.get(key) is not None]
+        elsewhere = origins.get(keys.get(name, (name,))[0], origins.get(name))
         if found and elsewhere in (None, "config.json"):
             origin = f"config.json, {found[0]}"
         else:
@@ -187,12 +218,13 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> It
     if own_format:
         made = native_config(config, module, facts)
     else:
-        from transformers import AutoConfig
-
-        made = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "transformers_version"})
-    skeleton = _skeleton(made)
-    yield f"native      {type(skeleton).__name__}"
-    yield f"parameters  {sum(p.numel() for p in skeleton.parameters()):,}"
+        values = {k: v for k, v in config.items() if k not in ("transformers_version", "model_type")}
+        made = stock_config(config.get("model_type"), values)
+    empty = skeleton(made)
+    if not hasattr(module, "prepare"):  # which gives a mask token its row
+        facts.check_ids(empty.get_input_embeddings().weight.shape[0], path)
+    yield f"native      {type(empty).__name__}"
+    yield f"parameters  {sum(p.numel() for p in empty.parameters()):,}"
     if not Path(path).is_dir():
         yield "weights     on the Hub; loading checks them"
         return
@@ -200,5 +232,8 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> It
     if own_format:
         entries = module.entries(config)
         checkpoint.check_keys(entries, files, _ignored(config))
-        checkpoint.check_shapes(entries, files, _shapes(skeleton))
+        checkpoint.check_shapes(entries, files, _shapes(empty))
+    elif not getattr(made, "tie_word_embeddings", False) and not any("experts" in key for key in files.keys()):
+        if lacking := sorted(set(_shapes(empty)) - files.keys()):
+            raise ValueError(f"{path} has no tensor {lacking[0]} ({len(lacking)} are missing)")
     yield f"weights     {len(files.keys())} tensors in {', '.join(files.names[:3])}{' ...' if len(files.names) > 3 else ''}"

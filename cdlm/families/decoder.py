@@ -42,6 +42,27 @@ def refuse(config: dict[str, Any], family: str, native: str, allowed: dict[str, 
             raise ValueError(f"{family}: config.json has {key} {config[key]!r}, which {native} can't express; allowed: {shown}")
 
 
+def stock_tokenizer(path_or_id: Any, **values: Any) -> Any:
+    """The tokenizer of a folder or Hub repository in a class of transformers' own; code of the repository is not run.
+
+    A tokenizer whose config names code of its own (auto_map) is read from tokenizer.json, else from vocab.json and merges.txt as the
+    byte-pair tokenizer of Qwen2, which is what such repositories derive theirs from.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=False, **values)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+    for kind in (PreTrainedTokenizerFast, Qwen2Tokenizer):
+        try:
+            return kind.from_pretrained(path_or_id, **values)
+        except (ValueError, OSError, TypeError):  # it has not the files of this kind
+            continue
+    raise ValueError(f"{path_or_id}: its tokenizer is code of the repository, which is not run, and it has no tokenizer.json or merges.txt")
+
+
 def token_facts(config: dict[str, Any], family: str, **facts: Any) -> Facts:
     """Facts with the token ids that config.json states. A missing mask token is refused: pad and eos are not stand-ins.
 

@@ -9,6 +9,7 @@ from cdlm.families.decoder import token_facts
 
 NAME = "fast_dllm_v2"
 NATIVE = dream.NATIVE
+BLOCK_KEY = "bd_size"
 
 
 def matches(config: dict[str, Any]) -> bool:

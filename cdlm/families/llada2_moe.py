@@ -9,6 +9,7 @@ from cdlm.families.decoder import MLP, layer, need, refuse, rope, token_facts, u
 
 NAME = "llada2_moe"
 NATIVE = "glm4_moe"
+BLOCK_KEY = "block_size"
 NAMES = {
     "self_attn.o_proj": "attention.dense", "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
     "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm",

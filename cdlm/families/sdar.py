@@ -9,6 +9,7 @@ from cdlm.families.decoder import ATTENTION, MLP, NORMS, QK_NORM, layer, need, r
 
 NAME = "sdar"
 NATIVE = "qwen3"
+BLOCK_KEY = "block_size"
 NATIVE_MOE = "qwen3_moe"
 BLOCK = 4  # of the released models, where config.json states none
 
