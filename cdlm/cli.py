@@ -59,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
     generate.add_argument("--device", default="cpu", help="cpu, cuda ...")
     generate.add_argument("--trace", action="store_true", help="show the blocks filling up, step by step")
+    evaluation = commands.add_parser("eval", help="lm-eval's tasks, with what decoding cost beside the scores")
+    evaluation.add_argument("model", metavar="MODEL", help="a folder (an adapter's too) or a Hub repository")
+    evaluation.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="FLAGS",
+        help="of lm-eval run, after MODEL: --tasks A,B, --limit, --num_fewshot, --apply_chat_template, --output_path ...; "
+        "--model_args holds how to decode, as in confidence_threshold=0.95",
+    )
     inspect = commands.add_parser("inspect", help="what a checkpoint is: family, native class, facts and where each came from, parameters")
     inspect.add_argument("model", metavar="PATH", help="a folder or a Hub repository")
     inspect.add_argument("--family", help="read it as this family")
@@ -112,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         own = {
             "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert,
-            "import": _import, "push": _push,
+            "import": _import, "push": _push, "eval": _eval,
         }
         if args.command in own:
             return own[args.command](args)
@@ -300,6 +307,16 @@ def _push_run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _eval(args: argparse.Namespace) -> int:
+    if find_spec("lm_eval") is None:
+        raise ValueError("cdlm eval needs lm-eval: pip install 'cdlm[eval]'")
+    _quiet()
+    from cdlm.evaluate import harness_run
+
+    harness_run.run(args.model, args.flags, say=partial(print, flush=True))
+    return 0
+
+
 def _roofline(args: argparse.Namespace) -> int:
     from cdlm import roofline
     from cdlm.families.shapes import SHAPES
@@ -364,20 +381,13 @@ def _generate(args: argparse.Namespace) -> int:
     import torch
 
     from cdlm import data, families
-    from cdlm.decode import DecodeConfig, decode, slots
+    from cdlm.decode import decode, resolve, slots
 
     _check_device(args.device)
     _quiet()
     config = families.read_config(args.model)
     model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)
     tokenizer = families.load_tokenizer(args.model, model.facts)
-    generation = model.hf.generation_config
-    causal = model.facts.prompt_attention == "causal"
-    block_causal = (model.facts.block_length is not None or causal) if args.attention is None else args.attention == "block_causal"
-    budget = next(n for n in (args.max_new_tokens, generation.max_new_tokens, 256) if n is not None)
-    threshold = args.confidence_threshold
-    if threshold is None and args.tokens_per_step is args.steps is args.steps_per_block is None:
-        threshold = config.get("confidence_threshold", 0.9)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"seed is {args.seed}; it must be between 0 and 2**63 - 1")
     try:
@@ -389,14 +399,12 @@ def _generate(args: argparse.Namespace) -> int:
     unknown = data.unknown_text(tokenizer, args.prompt)
     if unknown:
         raise ValueError(f"--prompt holds text that the tokenizer of {args.model} does not know: {unknown!r}")
-    usual = 1 if causal else min(32, max(budget, 1))  # a causal model that does not say otherwise writes one token after another
-    decoding = DecodeConfig(
-        max_new_tokens=budget,
-        block_length=next(n for n in (args.block_length, model.facts.block_length, usual) if n is not None),
-        confidence_threshold=threshold, tokens_per_step=args.tokens_per_step, steps=args.steps, steps_per_block=args.steps_per_block,
-        order=args.order, block_causal=block_causal, use_cache=block_causal, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p,
+    decoding = resolve(
+        model, config, attention=args.attention, max_new_tokens=args.max_new_tokens, block_length=args.block_length,
+        confidence_threshold=args.confidence_threshold, tokens_per_step=args.tokens_per_step, steps=args.steps,
+        steps_per_block=args.steps_per_block, order=args.order, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
     )
+    budget = decoding.max_new_tokens
     ids = data.prompt_ids(tokenizer, args.prompt, chat_template=tokenizer.chat_template is not None and not args.raw)
     room = getattr(model.hf.config, "max_position_embeddings", None)
     longest = len(ids) + slots(model.facts.block_origin, budget, decoding.block_length)
