@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -20,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         "distill": "run all stages of a recipe that are not yet done, and print the table",
         "collect": "the teacher decodes the prompts; store its trajectories",
         "train": "train the student on them",
-        "evaluate": "measure teacher, baselines and student; write report.json, report.md, pareto.png",
+        "evaluate": "measure teacher, baselines and student; write report.json, report.md, report.html, pareto.png",
         "export": "write a folder that stock transformers loads",
         "ablate": "train and measure the student with each combination of the losses, and print the table",
     }
@@ -130,7 +131,7 @@ def _stages(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / recipe.name
     from cdlm import plan, stages
 
-    run = stages.Run(recipe, out, say=lambda text: print(text, flush=True))
+    run = stages.Run(recipe, out, say=lambda text: print(text, flush=True), command=_typed(args))
     if args.hardware is not None and not args.dry_run:
         raise ValueError("--hardware is the card of a plan's times; it goes with --dry-run (a run takes the recipe's device)")
     if args.dry_run and args.command == "ablate":
@@ -168,8 +169,14 @@ def _stages(args: argparse.Namespace) -> int:
         run.say(f"{stage}: done in {time.monotonic() - start:.0f} s")
     if args.command in ("distill", "evaluate"):
         _print_table(run)
-        run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'pareto.png'}")
+        run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'report.html'}, {out / 'pareto.png'}")
     return 0
+
+
+def _typed(args: argparse.Namespace) -> str:
+    """The command of a stage as the user typed it."""
+    out = ["--out", str(args.out)] if args.out is not None else []
+    return shlex.join(["cdlm", args.command, str(args.recipe), *(word for value in args.set for word in ("--set", value)), *out])
 
 
 def _check_device(name: str) -> None:
