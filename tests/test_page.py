@@ -123,13 +123,13 @@ def test_log_ticks(low, high, wanted):
 
 
 def test_a_plot_puts_points_where_they_belong():
-    """On a plot of 460 x 300 the axes span x 48 .. 446 and y 10 .. 260: (0, 0) is the lower left corner, (10, 100) the upper right."""
+    """On a plot of 460 x 300 the axes span x 58 .. 446 and y 10 .. 260: (0, 0) is the lower left corner, (10, 100) the upper right."""
     text = svg.plot([svg.Series("a", 0, [(0, 0), (10, 100)], ["first", "second"])], x="x", y="y", y_range=(0, 100))
     Reader(text)
-    assert '<circle cx="48.0" cy="260.0"' in text and '<circle cx="446.0" cy="10.0"' in text
-    assert "M48.0 260.0 L446.0 10.0" in text and "<title>second</title>" in text
+    assert '<circle cx="58.0" cy="260.0"' in text and '<circle cx="446.0" cy="10.0"' in text
+    assert "M58.0 260.0 L446.0 10.0" in text and "<title>second</title>" in text
     same = svg.plot([svg.Series("a", 0, [(3, 5)], [""])], x="x", y="y", log_x=True)
-    assert 'cx="247.0" cy="135.0"' in same, "a single point stands in the middle"
+    assert 'cx="252.0" cy="135.0"' in same, "a single point stands in the middle"
 
 
 def test_bars_start_at_zero_and_have_whiskers():

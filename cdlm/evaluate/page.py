@@ -16,15 +16,15 @@ CSS = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa2ab; --paper: #14171a; --card: #1d2125; --rule: #343a41;
   --s0: #c8ccd1; --s1: #ff7b6b; --s2: #ffae57; --s3: #c9d64b; --s4: #cf9bea; --s5: #4dc7b5; --s6: #6fd07d; --s7: #6ea8ff; --s8: #5bd4ee; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 24px 20px 60px; max-width: 1040px; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 24px 20px 60px; max-width: 1100px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 36px 0 8px; } h3 { font-size: 15px; margin: 12px 0 2px; }
 p, li { max-width: 78ch; } .soft, figcaption { color: var(--soft); font-size: 13px; }
 .tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; }
-.tile { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 10px 16px; min-width: 150px; }
+.tile { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 10px 16px; flex: 1 1 190px; }
 .tile b { display: block; font-size: 24px; line-height: 1.25; } .tile span { color: var(--soft); font-size: 13px; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 12px; } figure { margin: 0; }
-.plot { width: 100%; height: auto; } .plot.one { max-width: 760px; }
+.plot { width: 100%; height: auto; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; margin: 6px 0; }
 .swatch { vertical-align: -1px; margin-right: 5px; }
 .grid { stroke: var(--rule); } .axis { stroke: var(--soft); fill: none; } .label { fill: var(--soft); font-size: 12px; }
@@ -32,7 +32,7 @@ p, li { max-width: 78ch; } .soft, figcaption { color: var(--soft); font-size: 13
 .mark.cross { stroke: currentColor; stroke-width: 2; } .bar { fill: currentColor; opacity: 0.8; }
 .whisker { stroke: var(--ink); stroke-width: 1.5; fill: none; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid var(--rule); } th:first-child, td:first-child { text-align: left; }
+th, td { padding: 3px 7px; text-align: right; border-bottom: 1px solid var(--rule); } th:first-child, td:first-child { text-align: left; }
 th { color: var(--soft); font-weight: 600; } tr.own td { font-weight: 600; } details { margin: 10px 0; } summary { cursor: pointer; }
 pre { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 10px 14px; overflow-x: auto; font-size: 12.5px; }
 .tokens { display: flex; flex-wrap: wrap; gap: 3px 2px; margin: 4px 0 10px; }
@@ -111,15 +111,19 @@ def _pareto(report: dict[str, Any]) -> str:
             notes = [f"{_title(method)}{_at(row['parameter'])}: {row['accuracy']:.1%} in {row['steps']:.1f} steps" for row in rows]
             series.append(svg.Series(_title(method), _number(method), [(row["steps"], 100 * row["accuracy"]) for row in rows], notes))
         if any(one.points for one in series):
-            drawn = svg.plot(series, x="steps an answer (log scale)", y="right answers, %", log_x=True, y_range=(-2, 102))
+            least = min(accuracy for one in series for _, accuracy in one.points)
+            bottom = max(-2, 10 * (min(least, 80) // 10) - 2)
+            drawn = svg.plot(
+                series, x="steps an answer (log scale)", y="right answers, %", log_x=True, y_range=(bottom, 102),
+                width=900 if task == "all" else 340, height=420 if task == "all" else 260,
+            )
             figures.append((task, drawn))
     if not figures:
         return ""
-    first = figures[0][1].replace('class="plot"', 'class="plot one"')
     rest = "".join(f"<figure><h3>{escape(task)}</h3>{drawn}</figure>" for task, drawn in figures[1:])
     return (
         '<h2>Accuracy against steps</h2><p class="soft">Up and to the left is better. Each point is one setting of a method (a threshold, '
-        f'or a number of steps); point at it for its numbers.</p><div class="legend">{legend}</div><figure>{first}</figure>'
+        f'or a number of steps); point at it for its numbers.</p><div class="legend">{legend}</div><figure>{figures[0][1]}</figure>'
         + (f'<h3>each task alone</h3><div class="plots">{rest}</div>' if rest else "")
     )
 
@@ -145,6 +149,7 @@ def _latency(report: dict[str, Any]) -> str:
         for row in (row for row in rows if row["batch"] == size):
             faster = row["ratio"]
             times = f", {faster['value']:.1f}x ({faster['low']:.1f} to {faster['high']:.1f})" if faster else ""
+            times = ", the base" if row["method"] == row["base"] else times
             text = f"{row['median_s']:.4f} s{times}"
             bars.append(svg.Bar(_title(row["method"]), _number(row["method"]), row["p10_s"], row["median_s"], row["p90_s"], text))
         out.append(f"<h3>batch {size}</h3>{svg.bars(bars, x='seconds a call: median, and p10 to p90')}")
@@ -197,7 +202,8 @@ def _losses(log: list[dict[str, Any]]) -> str:
     for key, points in curves.items():
         top = max(value for _, value in points) or 1.0
         one = svg.Series(key, 7, points, [""] * len(points))
-        drawn = svg.plot([one], x="training step", y=key, marks=False, height=220, y_range=(min(0.0, *(v for _, v in points)), top))
+        y_range = (min(0.0, *(value for _, value in points)), top)
+        drawn = svg.plot([one], x="training step", y=key, marks=False, width=340, height=220, y_range=y_range)
         figures.append(f"<figure><h3>{escape(key)}</h3>{drawn}</figure>")
     return f'<h2>Training losses</h2><div class="plots">{"".join(figures)}</div>' if figures else ""
 
@@ -207,17 +213,19 @@ def _decodings(decodings: list[dict[str, Any]]) -> str:
         return ""
     out = [
         '<h2>How answers are written</h2><p class="soft">One question a task. The number under a token is the step that revealed it; '
-        "tokens of one step are written at once. The darker, the later; ∎ ends the answer.</p>"
+        "tokens of one step are written at once. The stronger the colour, the later; ∎ ends the answer.</p>"
     ]
-    for one in decodings:
+    for place, one in enumerate(decodings):
+        steps = "1 step" if one["steps"] == 1 else f"{one['steps']} steps"
         right = "right" if one["correct"] else f"wrong, expected {one['reference']}"
+        if not place or decodings[place - 1]["prompt"] != one["prompt"]:
+            out.append(f"<h3>{escape(one['task'])}: <code>{escape(one['prompt'])}</code></h3>")
         out.append(
-            f"<h3>{escape(one['task'])}: {escape(one['prompt'])}</h3>"
-            f'<div class="soft">{escape(_title(one["method"]))}{_at(one["parameter"])}: {one["steps"]} steps, {escape(right)}</div>'
+            f'<div class="soft">{escape(_title(one["method"]))}{_at(one["parameter"])}: {steps}, {escape(right)}</div>'
         )
         spans = []
         for text, step in zip(one["tokens"], one["revealed_at"], strict=True):
-            share = step / one["steps"] if one["steps"] else 0.0
+            share = (step - 1) / max(1, one["steps"] - 1)
             seen = text.replace(" ", "␣").replace("\n", "⏎") or "∅"
             colour = f"background: hsla(210, 80%, 55%, {0.08 + 0.5 * share:.2f})"
             spans.append(f'<span class="token" style="{colour}">{escape(seen)}<small>{step}</small></span>')

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
-LEFT, RIGHT, TOP, BOTTOM = 48, 14, 10, 40  # margins of a plot, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40  # margins of a plot, in pixels
 MARKS = ("circle", "square", "triangle", "diamond", "cross")
 
 
