@@ -542,7 +542,7 @@ def evaluate(run: Run) -> None:
     """Accuracy, steps and latency of every method on the test set; writes report.json, report.md, report.html,
     pareto.png, and samples.jsonl with every answer."""
     from cdlm.evaluate import report
-    from cdlm.evaluate.run import Measured, Method, mean, reveals, time_all
+    from cdlm.evaluate.run import Measured, Method, mean, question_seconds, reveals, time_all
     from cdlm.evaluate.run import run as run_methods
 
     r, e = run.recipe, run.recipe.evaluate
@@ -624,17 +624,15 @@ def evaluate(run: Run) -> None:
             "decodings": [reveals(method, example, tokenizer) for example in shown for method in drawn],
         }, device=r.device,
     )
-    index = [example.index for example in timed]
+    place = {example.index: number for number, example in enumerate(examples)}
+    asked = [place[example.index] for example in timed]
+    found["latency"]["seconds"] = {m.method.label: question_seconds(m, asked) for m in measured}
     trajectories.write_json(run.out / "evaluate.request.json", request)
     with (run.out / "samples.jsonl").open("w") as stream:
         for m in measured:
-            spent: dict[int, list[float]] = {}
-            for call in m.times:
-                if call.batch == 1:
-                    spent.setdefault(index[call.places[0]], []).append(call.seconds)
             for example, row in zip(examples, m.rows, strict=True):
                 line = {"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}
-                stream.write(json.dumps({**line, "seconds": spent.get(example.index, [])}) + "\n")
+                stream.write(json.dumps(line) + "\n")
     log = run.out / "log.jsonl"
     report.write(found, run.out, r.name, [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else [])
 

@@ -70,13 +70,14 @@ def test_every_token_of_a_sample_has_the_step_that_revealed_it(found):
     assert any(len(set(one["revealed_at"])) > 1 for one in found["decodings"])
 
 
-def test_samples_hold_the_seconds_of_the_questions_that_were_timed(done, found):
+def test_the_report_holds_the_seconds_of_the_questions_that_were_timed(done, found):
+    """Two of four questions, one of each group in turn: the first two."""
     side = compare.read(done)
-    for method, rows in side.samples.items():
-        spent = [value for row in rows for value in row["seconds"]]
-        assert len(spent) == 2 and min(spent) > 0, method
+    for method in side.samples:
+        spent = side.seconds(method)
+        assert [len(values) for values in spent] == [1, 1, 0, 0] and min(spent[0] + spent[1]) > 0, method
     own = next(row for row in found["latency"]["rows"] if row["method"] == "student" and row["parameter"] == 0.5)
-    seconds = [value for row in side.samples["student(0.5)"] for value in row["seconds"]]
+    seconds = [value for values in side.seconds("student(0.5)") for value in values]
     assert own["median_s"] == pytest.approx(sum(seconds) / 2), "the median of two"
     assert [entry["points"].value for entry in compare.compare(side, side)] == [0.0] * len(side.methods)
 

@@ -35,6 +35,11 @@ class Side:
         found = [row["parameter"] for row in self.report["results"] if row["task"] == "all" and row["method"] == method]
         return next((p for p in (summary["confidence_threshold"], summary["truncated_steps"]) if p in found), found[0])
 
+    def seconds(self, name: str) -> list[list[float]]:
+        """Seconds of every question (none where it was not timed) under a method's label."""
+        timed = self.report.get("latency", {}).get("seconds", {}).get(name, {})
+        return [timed.get(str(number), []) for number in range(len(self.samples[name]))]
+
     @property
     def methods(self) -> list[str]:
         return list(dict.fromkeys(row["method"] for row in self.report["results"]))
@@ -103,15 +108,17 @@ def compare(a: Side, b: Side) -> list[dict[str, Any]]:
     out = []
     for method in shared:
         entry: dict[str, Any] = {"method": method}
-        rows = [side.samples[label(method, side.own(method))] for side in (a, b)]
+        names = [label(method, side.own(method)) for side in (a, b)]
+        rows = [side.samples[name] for side, name in zip((a, b), names, strict=True)]
+        spent = [side.seconds(name) for side, name in zip((a, b), names, strict=True)]
         for name, side, own in zip("ab", (a, b), rows, strict=True):
             entry[name] = {
                 "parameter": side.own(method), "accuracy": mean(row["correct"] for row in own), "steps": mean(row["steps"] for row in own),
                 "tpf": ratio(sum(row["output_tokens"] for row in own), sum(row["forwards"] for row in own)),
             }
         entry["points"] = points_between(*([row["correct"] for row in own] for own in rows))
-        entry["faster"] = faster(*([row.get("seconds", []) for row in own] for own in rows))
-        entry["timed"] = sum(bool(one.get("seconds") and other.get("seconds")) for one, other in zip(*rows, strict=True))
+        entry["faster"] = faster(*spent)
+        entry["timed"] = sum(bool(one and other) for one, other in zip(*spent, strict=True))
         out.append(entry)
     return out
 
@@ -140,7 +147,7 @@ def remarks(a: Side, b: Side, entries: list[dict[str, Any]]) -> list[str]:
     ]
     timed = {entry["timed"] for entry in entries}
     if timed == {0}:
-        lines.append("Latency is not compared: the two runs have no timed question in common (samples.jsonl holds the seconds).")
+        lines.append("Latency is not compared: the two runs have no timed question in common.")
     else:
         lines.append(
             f"Latency at batch 1 over the {' or '.join(str(count) for count in sorted(timed))} questions that both timed. The runs were "

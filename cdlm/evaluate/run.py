@@ -262,6 +262,16 @@ def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
     return out
 
 
+def question_seconds(m: Measured, asked: list[int]) -> dict[str, list[float]]:
+    """Seconds at batch 1 of each question that was timed, its repeats in their order; the key is the question's number in samples.jsonl,
+    from 0. asked: that number for each place of `Timed.places`."""
+    spent: dict[str, list[float]] = {}
+    for timed in m.times:
+        if timed.batch == 1:
+            spent.setdefault(str(asked[timed.places[0]]), []).append(timed.seconds)
+    return spent
+
+
 def _by_batch(times: list[Timed]) -> dict[tuple[int, ...], float]:
     """Seconds of every batch of questions, the median of its repeats."""
     repeats: dict[tuple[int, ...], list[float]] = {}
