@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher ar ablation results smoke kernels gpu-check test check clean
+.PHONY: setup distill teacher ar ablation eval results smoke kernels gpu-check test check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
@@ -20,6 +20,12 @@ teacher: $(VENV)/.run
 # The paper's loss ablation on a recipe.
 ablation: $(VENV)/.run
 	$(BIN)/cdlm ablate $(RECIPE) $(ARGS)
+
+# lm-eval's tasks on a model: make eval MODEL=runs/tiny/export TASKS=small_world ARGS='--apply_chat_template --output_path runs/eval'
+MODEL ?= runs/tiny/export
+TASKS ?= small_world
+eval: $(VENV)/.dev
+	$(BIN)/cdlm eval $(MODEL) --tasks $(TASKS) $(ARGS)
 
 # Trains the small world's autoregressive model again from nothing, and puts it in place of the committed one.
 ar: $(VENV)/.run
@@ -62,7 +68,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 
 # torch for a GPU brings the triton that fits it; the CPU build brings none, and then 3.9.0 is what was tried.
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,report,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,report,eval,dev]'
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install -q triton==3.9.0
 	touch $@
 

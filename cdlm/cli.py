@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -20,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         "distill": "run all stages of a recipe that are not yet done, and print the table",
         "collect": "the teacher decodes the prompts; store its trajectories",
         "train": "train the student on them",
-        "evaluate": "measure teacher, baselines and student; write report.json, report.md, pareto.png",
+        "evaluate": "measure teacher, baselines and student; write report.json, report.md, report.html, pareto.png",
         "export": "write a folder that stock transformers loads",
         "ablate": "train and measure the student with each combination of the losses, and print the table",
     }
@@ -31,6 +32,18 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: runs/<name of the recipe>)")
         command.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
         command.add_argument("--hardware", metavar="CARD", help="the card of --dry-run's times, as in roofline (default: the recipe's)")
+    bench = commands.add_parser("bench", help="how decoding time grows with length, with and without a cache, on a recipe's shape")
+    bench.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, as in recipes/")
+    bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the recipe")
+    bench.add_argument("--out", type=Path, metavar="DIR", help="where bench.json goes (default: runs/<name of the recipe>)")
+    bench.add_argument("--lengths", type=_numbers, default=[256, 512, 1024, 2048, 4096], metavar="A,B", help="answer tokens")
+    bench.add_argument("--prompt-tokens", type=int, default=32, help="tokens of the random prompt")
+    bench.add_argument("--steps-per-block", type=int, default=1, help="steps of every block")
+    bench.add_argument("--repeats", type=int, default=1, help="decode each length so often; the median counts")
+    compare = commands.add_parser("compare", help="two evaluated runs side by side, question by question")
+    compare.add_argument("a", type=Path, metavar="A", help="the folder of a run, as runs/tiny")
+    compare.add_argument("b", type=Path, metavar="B", help="the folder of another run on the same questions")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     push = commands.add_parser("push", help="send an exported folder, or that of a recipe, to the Hub")
     push.add_argument("target", type=Path, metavar="FOLDER|RECIPE", help="a model's folder, or a recipe whose export is done")
     push.add_argument("--repo-id", metavar="USER/NAME", help="the repository; made if it is not there (default: the recipe's push.repo_id)")
@@ -59,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
     generate.add_argument("--device", default="cpu", help="cpu, cuda ...")
     generate.add_argument("--trace", action="store_true", help="show the blocks filling up, step by step")
+    evaluation = commands.add_parser("eval", help="lm-eval's tasks, with what decoding cost beside the scores")
+    evaluation.add_argument("model", metavar="MODEL", help="a folder (an adapter's too) or a Hub repository")
+    evaluation.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="FLAGS",
+        help="of lm-eval run, after MODEL: --tasks A,B, --limit, --num_fewshot, --apply_chat_template, --output_path ...; "
+        "--model_args holds how to decode, as in confidence_threshold=0.95",
+    )
     inspect = commands.add_parser("inspect", help="what a checkpoint is: family, native class, facts and where each came from, parameters")
     inspect.add_argument("model", metavar="PATH", help="a folder or a Hub repository")
     inspect.add_argument("--family", help="read it as this family")
@@ -104,6 +124,13 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",") if word]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, as 256,512") from None
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, or 2 after one line that says what was wrong with the input."""
     args = _parser().parse_args(arguments)
@@ -112,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         own = {
             "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert,
-            "import": _import, "push": _push,
+            "import": _import, "push": _push, "eval": _eval, "bench": _bench, "compare": _compare,
         }
         if args.command in own:
             return own[args.command](args)
@@ -131,7 +158,7 @@ def _stages(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / recipe.name
     from cdlm import plan, stages
 
-    run = stages.Run(recipe, out, say=lambda text: print(text, flush=True))
+    run = stages.Run(recipe, out, say=lambda text: print(text, flush=True), command=_typed(args))
     if args.hardware is not None and not args.dry_run:
         raise ValueError("--hardware is the card of a plan's times; it goes with --dry-run (a run takes the recipe's device)")
     if args.dry_run and args.command == "ablate":
@@ -169,8 +196,14 @@ def _stages(args: argparse.Namespace) -> int:
         run.say(f"{stage}: done in {time.monotonic() - start:.0f} s")
     if args.command in ("distill", "evaluate"):
         _print_table(run)
-        run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'pareto.png'}")
+        run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'report.html'}, {out / 'pareto.png'}")
     return 0
+
+
+def _typed(args: argparse.Namespace) -> str:
+    """The command of a stage as the user typed it."""
+    out = ["--out", str(args.out)] if args.out is not None else []
+    return shlex.join(["cdlm", args.command, str(args.recipe), *(word for value in args.set for word in ("--set", value)), *out])
 
 
 def _check_device(name: str) -> None:
@@ -287,6 +320,50 @@ def _push(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from cdlm import families, stages
+    from cdlm import recipe as recipes
+    from cdlm.evaluate import growth, report
+
+    recipe = recipes.load(args.recipe, args.set)
+    out = args.out or Path("runs") / recipe.name
+    block = recipe.decode.block_length
+    given = {"prompt_tokens": args.prompt_tokens, "repeats": args.repeats, "steps_per_block": args.steps_per_block}
+    growth.check(args.lengths, block, **given)
+    _check_device(recipe.device)
+    _quiet()
+    found = stages.Run(recipe, out).check_inputs(everything=False)
+    if found.facts is None:
+        raise ValueError("bench takes a recipe with a model; this one starts from scratch and states no facts of a diffusion model")
+    positions = args.prompt_tokens + max(args.lengths) + block
+    model = growth.model_of(
+        found.model.config, found.facts, positions, dtype=families.DTYPES[recipe.dtype], device=recipe.device, seed=recipe.seed
+    )
+    measured = growth.measure(model, args.lengths, block, seed=recipe.seed, say=partial(print, flush=True), **given)
+    file = growth.write({"recipe": recipe.name, "environment": report.environment(recipe.device), **measured}, out)
+    print(report.markdown_table(growth.table(measured), growth.COLUMNS))
+    print("\n".join([*growth.lines(measured), str(file)]))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from cdlm.evaluate import compare, report
+
+    a, b = compare.read(args.a), compare.read(args.b)
+    entries = compare.compare(a, b)
+    print(report.markdown_table(compare.table(entries), compare.COLUMNS))
+    print("\n".join(compare.remarks(a, b, entries)))
+    if args.json is not None:
+        plain = [
+            {**entry, "points": asdict(entry["points"]), "faster": None if entry["faster"] is None else asdict(entry["faster"])}
+            for entry in entries
+        ]
+        _write_file(args.json, {"a": str(args.a), "b": str(args.b), "methods": plain})
+    return 0
+
+
 def _push_run(args: argparse.Namespace) -> int:
     """What `cdlm push RECIPE` would send."""
     from cdlm import hub, stages
@@ -297,6 +374,16 @@ def _push_run(args: argparse.Namespace) -> int:
     _require(run, "push")
     assert recipe.push is not None
     print(hub.listing(hub.pack(run.exported, recipe.push.repo_id, adapter_only=recipe.push.adapter_only), recipe.push.private))
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    if find_spec("lm_eval") is None:
+        raise ValueError("cdlm eval needs lm-eval: pip install 'cdlm[eval]'")
+    _quiet()
+    from cdlm.evaluate import harness_run
+
+    harness_run.run(args.model, args.flags, say=partial(print, flush=True))
     return 0
 
 
@@ -364,20 +451,13 @@ def _generate(args: argparse.Namespace) -> int:
     import torch
 
     from cdlm import data, families
-    from cdlm.decode import DecodeConfig, decode, slots
+    from cdlm.decode import decode, resolve, slots
 
     _check_device(args.device)
     _quiet()
     config = families.read_config(args.model)
     model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)
     tokenizer = families.load_tokenizer(args.model, model.facts)
-    generation = model.hf.generation_config
-    causal = model.facts.prompt_attention == "causal"
-    block_causal = (model.facts.block_length is not None or causal) if args.attention is None else args.attention == "block_causal"
-    budget = next(n for n in (args.max_new_tokens, generation.max_new_tokens, 256) if n is not None)
-    threshold = args.confidence_threshold
-    if threshold is None and args.tokens_per_step is args.steps is args.steps_per_block is None:
-        threshold = config.get("confidence_threshold", 0.9)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"seed is {args.seed}; it must be between 0 and 2**63 - 1")
     try:
@@ -389,14 +469,12 @@ def _generate(args: argparse.Namespace) -> int:
     unknown = data.unknown_text(tokenizer, args.prompt)
     if unknown:
         raise ValueError(f"--prompt holds text that the tokenizer of {args.model} does not know: {unknown!r}")
-    usual = 1 if causal else min(32, max(budget, 1))  # a causal model that does not say otherwise writes one token after another
-    decoding = DecodeConfig(
-        max_new_tokens=budget,
-        block_length=next(n for n in (args.block_length, model.facts.block_length, usual) if n is not None),
-        confidence_threshold=threshold, tokens_per_step=args.tokens_per_step, steps=args.steps, steps_per_block=args.steps_per_block,
-        order=args.order, block_causal=block_causal, use_cache=block_causal, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p,
+    decoding = resolve(
+        model, config, attention=args.attention, max_new_tokens=args.max_new_tokens, block_length=args.block_length,
+        confidence_threshold=args.confidence_threshold, tokens_per_step=args.tokens_per_step, steps=args.steps,
+        steps_per_block=args.steps_per_block, order=args.order, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
     )
+    budget = decoding.max_new_tokens
     ids = data.prompt_ids(tokenizer, args.prompt, chat_template=tokenizer.chat_template is not None and not args.raw)
     room = getattr(model.hf.config, "max_position_embeddings", None)
     longest = len(ids) + slots(model.facts.block_origin, budget, decoding.block_length)

@@ -527,3 +527,26 @@ def changed(config: DecodeConfig, **changes) -> DecodeConfig:
     if any(way in changes for way in WAYS):
         changes = {**dict.fromkeys(WAYS), **changes}
     return replace(config, **changes)
+
+
+def resolve(model: DiffusionLM, stated: dict, *, attention: str | None = None, **values) -> DecodeConfig:
+    """How to decode a checkpoint where some values are left out (None). `cdlm generate` and `cdlm eval` both ask here.
+
+    stated: the checkpoint's config.json. attention: "block_causal" or "full"; by default block_causal if the checkpoint states a block
+    length or reads its prompt causally. values: of `DecodeConfig`. Left out, the budget is the checkpoint's own, else 256; the block
+    length its own, else 1 where the prompt is read causally (one token after another) and 32 otherwise; the way of revealing its
+    confidence threshold, else 0.9.
+    """
+    if attention not in (None, "block_causal", "full"):
+        raise ValueError(f"attention is {attention!r}; allowed: block_causal, full")
+    given = {name: value for name, value in values.items() if value is not None}
+    causal = model.facts.prompt_attention == "causal"
+    block_causal = (model.facts.block_length is not None or causal) if attention is None else attention == "block_causal"
+    budget = next(n for n in (given.get("max_new_tokens"), model.hf.generation_config.max_new_tokens, 256) if n is not None)
+    length = next(
+        n for n in (given.get("block_length"), model.facts.block_length, 1 if causal else min(32, max(budget, 1))) if n is not None
+    )
+    reveal = {} if any(way in given for way in WAYS) else {"confidence_threshold": stated.get("confidence_threshold", 0.9)}
+    return DecodeConfig(**{
+        "block_causal": block_causal, "use_cache": block_causal, **reveal, **given, "max_new_tokens": budget, "block_length": length,
+    })  # fmt: skip

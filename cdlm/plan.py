@@ -199,7 +199,10 @@ class Plan:
             "teacher_truncated": sum(e.truncated_steps) + (few if "student" in e.methods else 0),
         }
         cached = ("teacher_block_causal", "student", "student_sequential")
-        single = min(e.latency_prompts, tests.count) * e.repeats + min(e.warmup_prompts, tests.count)
+        timed = {  # batch size -> calls with the clock, and those before it
+            size: calls * e.repeats + min(e.warmup_prompts, calls)
+            for size in {1, *e.latency_batch_sizes} if (calls := min(e.latency_prompts, tests.count) // size)
+        }
         work = []
         for method in e.methods:
             mode, block = ("block", r.decode.block_length) if method in cached else self.teacher
@@ -209,7 +212,7 @@ class Plan:
                 mode, block = "ar", 1
             work += [
                 Work(steps[method] * tests.count / e.batch_size, e.batch_size, mode, block=block),
-                Work(steps[method] * single, 1, mode, block=block),
+                *(Work(steps[method] * calls, size, mode, block=block) for size, calls in sorted(timed.items())),
             ]
         words = (
             f"{tests.count} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in thresholds)}; "

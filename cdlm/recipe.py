@@ -170,6 +170,7 @@ class Evaluate:
     latency_prompts: int = 20
     warmup_prompts: int = 3
     repeats: int = 1
+    latency_batch_sizes: list[int] = field(default_factory=lambda: [1])
     teacher_stops_at_eos: bool = False
 
 
@@ -496,6 +497,8 @@ def check(recipe: Recipe) -> None:
     for name in ("batch_size", "latency_prompts", "repeats"):
         within(f"evaluate.{name}", getattr(e, name), 1)
     within("evaluate.warmup_prompts", e.warmup_prompts, 0)
+    for size in e.latency_batch_sizes:
+        within("evaluate.latency_batch_sizes", size, 1, e.latency_prompts)
     _check_hub(r)
     if r.trajectories is not None and t.objective != "cdlm":
         raise ValueError(f"trajectories is {r.trajectories!r}; objective {t.objective} trains on answers, not on trajectories")

@@ -2,7 +2,7 @@
 
     runs/<name>/trajectories/   collect
     runs/<name>/student/        train   (checkpoints/ meanwhile, log.jsonl for the losses)
-    runs/<name>/report.json     evaluate (report.md, pareto.png)
+    runs/<name>/report.json     evaluate (report.md, report.html, pareto.png, samples.jsonl)
     runs/<name>/export/         export  (adapter/ in it, when the student is an adapter)
     push.request.json           push    (only with a push section: export/ goes to the Hub)
 
@@ -73,6 +73,7 @@ class Run:
     out: Path
     say: Callable[[str], None] = print
     shared_trajectories: Path | None = None
+    command: str | None = None  # what the user typed, for the report
     _hub: dict[str, tuple[Any, data.HubData]] = field(default_factory=dict, repr=False)
     _examples: dict[tuple[str, int | None], list[data.Example]] = field(default_factory=dict, repr=False)
 
@@ -504,7 +505,8 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
     for stale in (run.student, run.exported):
         if stale.exists():
             shutil.rmtree(stale)
-    for name in ("report.json", "report.md", "pareto.png", "samples.jsonl", "push.request.json"):  # they speak of another student
+    speak_of_another = ("report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", "push.request.json")
+    for name in speak_of_another:
         (run.out / name).unlink(missing_ok=True)
     partial.replace(run.student)
 
@@ -537,9 +539,10 @@ def _load_saved(run: Run) -> DiffusionLM:
 
 
 def evaluate(run: Run) -> None:
-    """Accuracy, steps and latency of every method on the test set; writes report.json, report.md, pareto.png."""
+    """Accuracy, steps and latency of every method on the test set; writes report.json, report.md, report.html,
+    pareto.png, and samples.jsonl with every answer."""
     from cdlm.evaluate import report
-    from cdlm.evaluate.run import Measured, Method, mean, time_all
+    from cdlm.evaluate.run import Measured, Method, mean, question_seconds, reveals, time_all
     from cdlm.evaluate.run import run as run_methods
 
     r, e = run.recipe, run.recipe.evaluate
@@ -617,21 +620,34 @@ def evaluate(run: Run) -> None:
     order = {name: i for i, name in enumerate(e.methods)}
     measured.sort(key=lambda m: order[m.method.name])
     timed = _spread(examples, e.latency_prompts)
-    run.say(f"evaluate: latency at batch 1 on {len(timed)} prompts, methods interleaved")
-    time_all(measured, timed, e.warmup_prompts, e.repeats)
+    sizes = sorted({1, *e.latency_batch_sizes})
+    run.say(f"evaluate: latency at batch {', '.join(map(str, sizes))} on {len(timed)} prompts, methods interleaved")
+    for size in (size for size in sizes if size > len(timed)):
+        run.say(f"evaluate: no latency at batch {size}: there are {len(timed)} questions")
+    time_all(measured, timed, e.warmup_prompts, e.repeats, sizes)
+    shown = [next(example for example in examples if example.group == group) for group in sorted({x.group for x in examples})][:8]
+    drawn = [m.method for m in measured if m.method.name in ("teacher_threshold_stop", "student") and m.method.parameter == tau]
+    drawn = drawn or [m.method for m in measured][:1]
 
     request = request_of(run, "evaluate")
     found = report.build(
         measured, threshold=tau, truncated=truncated, batch_size=e.batch_size,
-        extra={"recipe": r.name, "dtype": r.dtype, "request": request}, device=r.device,
+        extra={
+            "recipe": r.name, "dtype": r.dtype, "request": request, "command": run.command,
+            "decodings": [reveals(method, example, tokenizer) for example in shown for method in drawn],
+        }, device=r.device,
     )
+    place = {example.index: number for number, example in enumerate(examples)}
+    asked = [place[example.index] for example in timed]
+    found["latency"]["seconds"] = {m.method.label: question_seconds(m, asked) for m in measured}
     trajectories.write_json(run.out / "evaluate.request.json", request)
     with (run.out / "samples.jsonl").open("w") as stream:
         for m in measured:
             for example, row in zip(examples, m.rows, strict=True):
                 line = {"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}
                 stream.write(json.dumps(line) + "\n")
-    report.write(found, run.out, r.name)
+    log = run.out / "log.jsonl"
+    report.write(found, run.out, r.name, [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else [])
 
 
 def _spread(examples: list[data.Example], count: int) -> list[data.Example]:

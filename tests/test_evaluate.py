@@ -14,7 +14,7 @@ from cdlm.data import Example
 from cdlm.decode import DecodeConfig
 from cdlm.evaluate import report, run
 from cdlm.evaluate.clock import Latency
-from cdlm.evaluate.run import Measured, Method, Row
+from cdlm.evaluate.run import Measured, Method, Row, Timed
 
 CACHED = DecodeConfig(max_new_tokens=13, block_length=4, confidence_threshold=0.4)
 
@@ -70,8 +70,9 @@ def test_score_marks_what_is_right_and_puts_the_weights_in_place(model, examples
 def test_time_all_interleaves_methods_prompt_by_prompt(monkeypatch, model, examples):
     asked, timing = [], [False]
 
-    def fake_decode(model, prompt, valid, config):
+    def fake_decode(model, prompt, valid, config, callback=None):
         assert prompt.shape[0] == 1 and bool(valid.all())
+        assert (callback is not None) == timing[0], "the first block's end is noted where the clock runs"
         asked.append((timing[0], config.block_length, prompt[0].tolist()))
         return SimpleNamespace(output_tokens=[config.block_length])
 
@@ -90,8 +91,9 @@ def test_time_all_interleaves_methods_prompt_by_prompt(monkeypatch, model, examp
     assert all(not clock for clock, _, _ in asked[:4]), "warm-up comes before the clock"
     clocked = [(block, ids) for clock, block, ids in asked if clock]
     assert clocked == [(block, e.prompt_ids) for e in examples[:3] for block in (2, 5)] * 2
-    assert [(group, tokens) for group, _, tokens in measured[0].times] == [("a", 2), ("b", 2), ("a", 2)] * 2
-    assert [spent for _, spent, _ in measured[0].times] == [5.0, 7.0, 9.0, 11.0, 13.0, 15.0]
+    assert [(timed.group, timed.output_tokens) for timed in measured[0].times] == [("a", 2), ("b", 2), ("a", 2)] * 2
+    assert [timed.places for timed in measured[0].times] == [(0,), (1,), (2,)] * 2
+    assert [timed.seconds for timed in measured[0].times] == [5.0, 7.0, 9.0, 11.0, 13.0, 15.0]
 
 
 def hand_made(model) -> Measured:
@@ -100,7 +102,8 @@ def hand_made(model) -> Measured:
         Row("a", False, "y", steps=8, commit_forwards=2, forwards=10, output_tokens=2),
         Row("b", True, "z", steps=6, commit_forwards=3, forwards=5, output_tokens=13),
     ]
-    return Measured(method(model, parameter=0.4), rows, [("a", 1.0, 10), ("b", 2.0, 2), ("a", 3.0, 6), ("a", 6.0, 6)])
+    times = [("a", 1.0, 10), ("b", 2.0, 2), ("a", 3.0, 6), ("a", 6.0, 6)]
+    return Measured(method(model, parameter=0.4), rows, [Timed(*values) for values in times])
 
 
 def test_result_over_all_tasks(model):
@@ -111,7 +114,7 @@ def test_result_over_all_tasks(model):
     assert out["forwards"] == pytest.approx(20 / 3)
     assert out["output_tokens"] == pytest.approx(25 / 3)
     assert out["tpf"] == pytest.approx(25 / 20), "total tokens over total forwards, not the mean of ratios"
-    assert out["latency_s"] == {"median": 2.5, "p90": 6.0}
+    assert out["latency_s"] == {"p10": 1.0, "median": 2.5, "p90": 6.0}
     assert out["tps"] == pytest.approx(24 / 12)
     assert (out["batch"], out["latency_batch"], out["latency_n"], out["n"]) == (7, 1, 4, 3)
     assert out["stop_at_eos"] is True
@@ -135,12 +138,12 @@ def replace_times(measured: Measured) -> Measured:
     return measured
 
 
-@pytest.mark.parametrize(("seconds", "median", "p90"), [
-    ([3.0], 3.0, 3.0), ([2.0, 1.0], 1.5, 2.0), ([float(i) for i in range(10, 0, -1)], 5.5, 9.0),
-    ([float(i) for i in range(1, 12)], 6.0, 10.0),
+@pytest.mark.parametrize(("seconds", "p10", "median", "p90"), [
+    ([3.0], 3.0, 3.0, 3.0), ([2.0, 1.0], 1.0, 1.5, 2.0), ([float(i) for i in range(10, 0, -1)], 1.0, 5.5, 9.0),
+    ([float(i) for i in range(1, 12)], 2.0, 6.0, 10.0),
 ])
-def test_latency_is_median_and_nearest_rank(seconds, median, p90):
-    assert Latency.of(seconds) == Latency(median, p90)
+def test_latency_is_median_and_nearest_rank(seconds, p10, median, p90):
+    assert Latency.of(seconds) == Latency(p10, median, p90)
 
 
 def test_steps_at_interpolates_on_the_frontier():

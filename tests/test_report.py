@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cdlm.decode import DecodeConfig
 from cdlm.evaluate import clock, report
-from cdlm.evaluate.run import Measured, Method, Row
+from cdlm.evaluate.run import Measured, Method, Row, Timed
 
 
 def row(method, parameter=None, *, accuracy, steps, latency=None, task="all", **values):
@@ -87,18 +87,18 @@ def test_steps_at_lies_within_the_sweep_and_rises_with_accuracy(points, wanted):
 
 
 @pytest.mark.parametrize(
-    "seconds, median, p90",
+    "seconds, p10, median, p90",
     [
-        ([3.0], 3.0, 3.0),
-        ([2.0, 1.0], 1.5, 2.0),
-        ([10.0, 1.0, 9.0, 2.0, 8.0, 3.0, 7.0, 4.0, 6.0, 5.0], 5.5, 9.0),  # nearest rank: the 9th of 10
-        ([float(i) for i in range(1, 12)], 6.0, 10.0),  # 0.9 * 11 = 9.9: the 10th of 11
-        ([float(i) for i in range(1, 21)], 10.5, 18.0),
+        ([3.0], 3.0, 3.0, 3.0),
+        ([2.0, 1.0], 1.0, 1.5, 2.0),
+        ([10.0, 1.0, 9.0, 2.0, 8.0, 3.0, 7.0, 4.0, 6.0, 5.0], 1.0, 5.5, 9.0),  # nearest rank: the 1st and the 9th of 10
+        ([float(i) for i in range(1, 12)], 2.0, 6.0, 10.0),  # 0.1 * 11 = 1.1 and 0.9 * 11 = 9.9: the 2nd and the 10th of 11
+        ([float(i) for i in range(1, 21)], 2.0, 10.5, 18.0),
     ],
 )
-def test_latency(seconds, median, p90):
+def test_latency(seconds, p10, median, p90):
     before = list(seconds)
-    assert clock.Latency.of(seconds) == clock.Latency(median, p90)
+    assert clock.Latency.of(seconds) == clock.Latency(p10, median, p90)
     assert seconds == before
 
 
@@ -241,12 +241,12 @@ def measured(name, parameter, rows, times=()):
 def test_build_by_hand():
     """Student: sort 1 of 2 right, copy 1 of 1. Steps 4, 6, 2: mean 4. TPF (10 + 20 + 6) / (4 + 6 + 2) = 3, not a mean of ratios.
 
-    Timed on one prompt of each task: 0.5 s for 10 tokens and 0.1 s for 8: TPS 18 / 0.6 = 30, median 0.3.
+    Timed on one prompt of each task: 0.5 s for 10 tokens and 0.1 s for 8: TPS 18 / 0.6 = 30, median 0.3. Batches of two are apart.
     """
     student = measured(
         "student", 0.9,
         [Row("sort", True, "a", 4, 1, 4, 10), Row("sort", False, "b", 6, 2, 6, 20), Row("copy", True, "c", 2, 1, 2, 6)],
-        [("sort", 0.5, 10), ("copy", 0.1, 8)],
+        [Timed("sort", 0.5, 10), Timed("copy", 0.1, 8, places=(2,)), Timed(None, 9.0, 50, places=(0, 2))],
     )  # fmt: skip
     teacher = measured("teacher", None, [Row("sort", True, "a", 64, 0, 64, 10)] * 2 + [Row("copy", False, "c", 64, 0, 64, 6)])
     found = report.build([teacher, student], threshold=0.9, truncated=None, batch_size=8, extra={"seed": 5})
@@ -258,7 +258,7 @@ def test_build_by_hand():
     assert whole == {
         "task": "all", "method": "student", "parameter": 0.9, "accuracy": pytest.approx(2 / 3), "steps": 4.0,
         "commit_forwards": pytest.approx(4 / 3), "forwards": 4.0, "output_tokens": 12.0, "tpf": 3.0,
-        "latency_s": {"median": pytest.approx(0.3), "p90": 0.5}, "tps": pytest.approx(30.0), "batch": 8, "latency_batch": 1,
+        "latency_s": {"p10": 0.1, "median": pytest.approx(0.3), "p90": 0.5}, "tps": pytest.approx(30.0), "batch": 8, "latency_batch": 1,
         "latency_n": 2, "n": 3, "stop_at_eos": True,
     }  # fmt: skip
     sort = found["results"][5]
@@ -308,8 +308,8 @@ def test_write_puts_report_json_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(report, "plot", plot)
     report.write(full_report(), tmp_path, "a title")
-    assert seen == [["report.md"]]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["pareto.png", "report.json", "report.md"]
+    assert seen == [["report.html", "report.md"]]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["pareto.png", "report.html", "report.json", "report.md"]
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(full_report()))
 
 

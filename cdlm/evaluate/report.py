@@ -1,4 +1,4 @@
-"""From measured rows to report.json, report.md, pareto.png and the table a command prints."""
+"""From measured rows to report.json, report.md, report.html, pareto.png and the table a command prints."""
 
 import json
 import platform
@@ -7,10 +7,23 @@ from typing import Any
 
 import torch
 
-from cdlm.evaluate.run import Measured, result
+from cdlm.evaluate import aup
+from cdlm.evaluate.clock import COVERAGE, DRAWS, memory_kind
+from cdlm.evaluate.run import Measured, latencies, ratio, result
 from cdlm.trajectories import versions
 
 COLUMNS = ("method", "parameter", "accuracy", "steps", "commit", "forwards", "tokens", "TPF", "median s", "p90 s", "TPS", "timed", "n")
+LATENCY_COLUMNS = (
+    "method", "parameter", "batch", "p10 s", "median s", "p90 s", "times faster", "95 % interval", "first block s", "a token after it s",
+    "TPS", "peak MiB", "calls",
+)  # fmt: skip
+AUP_COLUMNS = ("method", "points", "best accuracy", "AUP", "TPF at equal accuracy")
+PROTOCOL = (
+    "Wall time of a decode call on a whole batch; prompt and tokenizer outside the clock, after warm-up, the device synchronised at the "
+    "edges only, methods interleaved. Percentiles over prompts and repeats. Times faster is the ratio of medians to the base, with the "
+    f"middle {COVERAGE:.0%} of {DRAWS} bootstrap draws over prompts. First block: until its last step was taken; a token after it: the "
+    "rest of the time over the tokens behind the first block, where there are any."
+)
 TITLES = {
     "teacher": "teacher, 1 token a step",
     "teacher_truncated": "teacher, cut to few steps",
@@ -95,20 +108,20 @@ def summarise(results: list[dict[str, Any]], threshold: float, truncated: float 
             f"matched_accuracy{suffix}": matched,
             f"threshold_steps{suffix}": threshold_steps,
             f"student_steps{suffix}": student_steps,
-            f"student_steps_over_threshold_steps{suffix}": student_steps / threshold_steps if student_steps and threshold_steps else None,
+            f"student_steps_over_threshold_steps{suffix}": ratio(student_steps, threshold_steps),
         }
     out["step_reduction"] = out["latency_speedup"] = None
     if teacher and student:
-        out["step_reduction"] = teacher["steps"] / student["steps"]
+        out["step_reduction"] = ratio(teacher["steps"], student["steps"])
         if teacher["latency_s"] and student["latency_s"]:
-            out["latency_speedup"] = teacher["latency_s"]["median"] / student["latency_s"]["median"]
+            out["latency_speedup"] = ratio(teacher["latency_s"]["median"], student["latency_s"]["median"])
     greedy = _pick(results, "autoregressive")
     if greedy:
         out |= {"autoregressive_accuracy": greedy["accuracy"], "autoregressive_steps": greedy["steps"]}
         if student:
-            out["autoregressive_step_reduction"] = greedy["steps"] / student["steps"]
+            out["autoregressive_step_reduction"] = ratio(greedy["steps"], student["steps"])
             if greedy["latency_s"] and student["latency_s"]:
-                out["autoregressive_latency_speedup"] = greedy["latency_s"]["median"] / student["latency_s"]["median"]
+                out["autoregressive_latency_speedup"] = ratio(greedy["latency_s"]["median"], student["latency_s"]["median"])
     return out
 
 
@@ -121,23 +134,30 @@ def environment(device: str) -> dict[str, Any]:
 def build(
     measured: list[Measured], *, threshold: float, truncated: float | None, batch_size: int, extra: dict[str, Any], device: str = "cpu"
 ) -> dict[str, Any]:
-    """report.json as a dictionary: summary, results for each task and method and for all tasks, environment, extra."""
+    """report.json as a dictionary: summary, results for each task and method and for all tasks, parallelism (see aup.py), latency (see
+    `run.latencies`), environment, extra."""
     tasks = sorted({row.group for m in measured for row in m.rows})
     results = [result(m, None, batch_size) for m in measured]
     if len(tasks) > 1 or tasks != ["all"]:
         results += [result(m, task, batch_size) for task in tasks for m in measured]
-    return {"summary": summarise(results, threshold, truncated), "results": results, "environment": environment(device), **extra}
+    return {
+        "summary": summarise(results, threshold, truncated), "results": results, "parallelism": aup.of_results(results),
+        "latency": {"memory": memory_kind(torch.device(device)), "rows": latencies(measured)}, "environment": environment(device), **extra,
+    }  # fmt: skip
+
+
+def _text(value: float | None, form: str) -> str:
+    """A number as text; one that is not there is an empty cell."""
+    return "" if value is None else format(value, form)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    latency = row["latency_s"]
+    latency = row["latency_s"] or {"median": None, "p90": None}
     return [
-        TITLES.get(row["method"], row["method"]), "" if row["parameter"] is None else f"{row['parameter']:g}",
-        f"{row['accuracy']:.1%}", f"{row['steps']:.1f}", f"{row['commit_forwards']:.1f}", f"{row['forwards']:.1f}",
-        f"{row['output_tokens']:.1f}", f"{row['tpf']:.2f}",
-        f"{latency['median']:.4f}" if latency else "", f"{latency['p90']:.4f}" if latency else "",
-        f"{row['tps']:.0f}" if row["tps"] else "", str(row["latency_n"] or ""), str(row["n"]),
-    ]
+        TITLES.get(row["method"], row["method"]), _text(row["parameter"], "g"), _text(row["accuracy"], ".1%"), _text(row["steps"], ".1f"),
+        _text(row["commit_forwards"], ".1f"), _text(row["forwards"], ".1f"), _text(row["output_tokens"], ".1f"), _text(row["tpf"], ".2f"),
+        _text(latency["median"], ".4f"), _text(latency["p90"], ".4f"), _text(row["tps"], ".0f"), str(row["latency_n"] or ""), str(row["n"]),
+    ]  # fmt: skip
 
 
 def table(results: list[dict[str, Any]]) -> list[list[str]]:
@@ -145,11 +165,43 @@ def table(results: list[dict[str, Any]]) -> list[list[str]]:
     return [_cells(row) for row in results]
 
 
-def markdown_table(rows: list[list[str]]) -> str:
-    """A GitHub table under COLUMNS; numbers to the right."""
-    head = "| " + " | ".join(COLUMNS) + " |"
-    rule = "|" + "|".join("---" if i == 0 else "---:" for i in range(len(COLUMNS))) + "|"
+def latency_table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of text under LATENCY_COLUMNS."""
+    out = []
+    for row in rows:
+        faster, peak = row["ratio"], row["peak_memory_bytes"] / 2**20
+        out.append([
+            TITLES.get(row["method"], row["method"]), _text(row["parameter"], "g"), str(row["batch"]), f"{row['p10_s']:.4f}",
+            f"{row['median_s']:.4f}", f"{row['p90_s']:.4f}", f"{faster['value']:.2f}" if faster else "",
+            f"{faster['low']:.2f} to {faster['high']:.2f}" if faster else "", f"{row['first_block_s']:.4f}",
+            _text(row["per_token_s"], ".5f"), _text(row["tps"], ".0f"), f"{peak:.0f}", str(row["calls"]),
+        ])  # fmt: skip
+    return out
+
+
+def aup_table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of text under AUP_COLUMNS, the largest AUP first."""
+    out = []
+    for row in sorted(rows, key=lambda row: -row["aup"]):
+        equal = f"{row['tokens_per_forward']:.2f}" if row["tokens_per_forward"] is not None else "not reached"
+        out.append([TITLES.get(row["method"], row["method"]), str(row["points"]), f"{row['own_best']:.1f}%", f"{row['aup']:.1f}", equal])
+    return out
+
+
+def markdown_table(rows: list[list[str]], columns: tuple[str, ...] = COLUMNS) -> str:
+    """A GitHub table; numbers to the right."""
+    head = "| " + " | ".join(columns) + " |"
+    rule = "|" + "|".join("---" if i == 0 else "---:" for i in range(len(columns))) + "|"
     return "\n".join([head, rule, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def aup_line(rows: list[dict[str, Any]]) -> str:
+    """What the AUP table of one task is."""
+    return (
+        "AUP (accuracy under parallelism, arXiv 2601.07568) is the area under accuracy (%) over tokens per forward (TPF) of a method's "
+        f"sweep, weighed against the best accuracy of all, {rows[0]['best_accuracy']:.1f} %. TPF at equal accuracy: at "
+        f"{rows[0]['at_accuracy']:.1f} %, interpolated."
+    )
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
@@ -159,7 +211,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     teacher, student = s["teacher_accuracy"], s["student_accuracy"]
     failed = student is not None and (student == 0 or (teacher is not None and student < teacher / 2))
     if teacher is not None and student is not None:
-        gains = [f"{s['step_reduction']:.1f}x fewer steps"]
+        gains = [f"{s['step_reduction']:.1f}x fewer steps"] if s["step_reduction"] else []
         if s["latency_speedup"]:
             gains.append(f"{s['latency_speedup']:.1f}x lower latency")
         lost = round(100 * (teacher - student), 1)
@@ -205,8 +257,23 @@ def _steps(number: float, digits: int) -> str:
     return "1 step" if number == 1 else f"{number:.{digits}f} steps"
 
 
-def write(report: dict[str, Any], folder: Path, title: str) -> None:
-    """report.md and pareto.png, then report.json: the one that says that the stage is done comes last."""
+def write(report: dict[str, Any], folder: Path, title: str, log: list[dict[str, Any]] | None = None) -> None:
+    """report.md, report.html and pareto.png, then report.json: the one that says that the stage is done comes last.
+
+    log: lines of log.jsonl, for the loss curves of report.html.
+    """
+    from cdlm.evaluate import page
+
+    (folder / "report.md").write_text(markdown(report, title))
+    (folder / "report.html").write_text(page.html(report, title, log or []))
+    plot(report["results"], folder / "pareto.png", title)
+    partial = folder / "report.json.partial"
+    partial.write_text(json.dumps(report, indent=2) + "\n")
+    partial.replace(folder / "report.json")
+
+
+def markdown(report: dict[str, Any], title: str) -> str:
+    """report.md. A report from before AUP or latency rows were written has none of these tables."""
     tasks = sorted({row["task"] for row in report["results"]} - {"all"})
     parts = [f"# {title}", "", *(f"- {line}" for line in summary_lines(report["summary"])), ""]
     parts += [
@@ -217,13 +284,17 @@ def write(report: dict[str, Any], folder: Path, title: str) -> None:
     ]
     for task in ["all", *tasks]:
         parts += [f"## {task}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
+    parallel = [row for row in report.get("parallelism", []) if row["task"] == "all"]
+    if parallel:
+        parts += ["## accuracy under parallelism", "", aup_line(parallel), "", markdown_table(aup_table(parallel), AUP_COLUMNS), ""]
+    timed = report.get("latency", {"rows": []})
+    if timed["rows"]:
+        base = TITLES.get(timed["rows"][0]["base"], timed["rows"][0]["base"])
+        parts += ["## latency", "", f"{PROTOCOL} Base: {base}. Memory: {timed['memory']}.", ""]
+        parts += [markdown_table(latency_table(timed["rows"]), LATENCY_COLUMNS), ""]
     env = report["environment"]
     parts += ["## environment", "", ", ".join(f"{key} {value}" for key, value in env.items()), ""]
-    (folder / "report.md").write_text("\n".join(parts))
-    plot(report["results"], folder / "pareto.png", title)
-    partial = folder / "report.json.partial"
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    partial.replace(folder / "report.json")
+    return "\n".join(parts)
 
 
 def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:

@@ -15,20 +15,22 @@ student_sequential     the student, one token a step
 student                block-causal, exact block cache, confidence threshold
 student_uncached       the student without its cache
 
-Shapes: B rows, P prompt tokens.
+A latency's protocol is in clock.py. Shapes: B rows, P prompt tokens.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from cdlm import data
-from cdlm.decode import DecodeConfig, Decoded, decode
-from cdlm.evaluate.clock import Latency, seconds
+from cdlm.decode import DecodeConfig, Decoded, Step, decode
+from cdlm.evaluate.clock import FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
 from cdlm.families.base import DiffusionLM
+
+BASES = ("teacher", "autoregressive")  # what a latency ratio is against: the first of these that was timed, else the first method
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,12 @@ class Method:
 
     @property
     def label(self) -> str:
-        return self.name if self.parameter is None else f"{self.name}({self.parameter:g})"
+        return label(self.name, self.parameter)
+
+
+def label(name: str, parameter: float | None) -> str:
+    """A method and its swept value in one word, as samples.jsonl has it."""
+    return name if parameter is None else f"{name}({parameter:g})"
 
 
 @dataclass
@@ -62,13 +69,35 @@ class Row:
     output_tokens: int
 
 
+@dataclass(frozen=True)
+class Timed:
+    """One call of the clock, on one batch.
+
+    group: of the question; None where the batch holds several. output_tokens: of all its rows. places: of its questions among those
+    that were timed. first_block: seconds until the first block was done. later_tokens: output tokens that stand behind each row's first
+    block. peak: bytes of memory.
+    """
+
+    group: str | None
+    seconds: float
+    output_tokens: int
+    places: tuple[int, ...] = (0,)
+    first_block: float = 0.0
+    later_tokens: int = 0
+    peak: int = 0
+
+    @property
+    def batch(self) -> int:
+        return len(self.places)
+
+
 @dataclass
 class Measured:
-    """All rows of a method, and its latencies at batch 1 with the group and output tokens of each."""
+    """All rows of a method, and what the clock saw of it."""
 
     method: Method
     rows: list[Row] = field(default_factory=list)
-    times: list[tuple[str, float, int]] = field(default_factory=list)
+    times: list[Timed] = field(default_factory=list)
 
 
 def _decode(method: Method, examples: list[data.Example]) -> Decoded:
@@ -94,21 +123,78 @@ def score(method: Method, examples: list[data.Example], tokenizer, batch_size: i
     return [rows[i] for i in range(len(examples))]
 
 
-def time_all(measured: Iterable[Measured], examples: list[data.Example], warmup: int, repeats: int) -> None:
-    """Latency at batch 1, methods interleaved prompt by prompt; the first `warmup` prompts are run once before the clock."""
+def time_all(
+    measured: Iterable[Measured], examples: list[data.Example], warmup: int, repeats: int, batch_sizes: Iterable[int] = (1,)
+) -> None:
+    """Latencies at each batch size, methods interleaved batch by batch; the first `warmup` batches are run once before the clock.
+
+    Batches take the examples in their order; a last batch that is not full is left out, so that all of a size are alike.
+    """
     timed = list(measured)
-    for m in timed:
-        for example in examples[:warmup]:
-            _decode(m.method, [example])
-    for _ in range(repeats):
-        for example in examples:
-            for m in timed:
-                model = m.method.model
-                prompt, valid = data.pad_left([example.prompt_ids], model.facts.pad_token_id)
-                prompt, valid = prompt.to(model.device), valid.to(model.device)
-                with m.method.weights():
-                    spent, out = seconds(partial(decode, model, prompt, valid, m.method.config), model.device)
-                m.times.append((example.group, spent, out.output_tokens[0]))
+    for size in batch_sizes:
+        batches = [tuple(range(start, start + size)) for start in range(0, len(examples) - size + 1, size)]
+        for m in timed:
+            for places in batches[:warmup]:
+                _decode(m.method, [examples[i] for i in places])
+        for _ in range(repeats):
+            for places in batches:
+                for m in timed:
+                    m.times.append(_timed(m.method, examples, places))
+
+
+def _timed(method: Method, examples: list[data.Example], places: tuple[int, ...]) -> Timed:
+    """One call with the clock around it."""
+    model, config, batch = method.model, method.config, [examples[i] for i in places]
+    prompt, valid = data.pad_left([example.prompt_ids for example in batch], model.facts.pad_token_id)
+    prompt, valid = prompt.to(model.device), valid.to(model.device)
+    reset_memory(model.device)
+    notes: list[FirstBlock] = []
+
+    def call() -> Decoded:
+        notes.append(FirstBlock(model.device))
+        return decode(model, prompt, valid, config, callback=notes[0])
+
+    with method.weights():
+        spent, out = seconds(call, model.device)
+    tails = [len(example.prompt_ids) % config.block_length if model.facts.block_origin == "zero" else 0 for example in batch]
+    later = [max(0, tokens - (config.block_length - tail)) for tokens, tail in zip(out.output_tokens, tails, strict=True)]
+    groups = {example.group for example in batch}
+    return Timed(
+        batch[0].group if len(groups) == 1 else None, spent, sum(out.output_tokens), places, notes[0].seconds(), sum(later),
+        peak_memory(model.device),
+    )
+
+
+class _Reveals:
+    """Decoding callback for one row: the step that revealed each answer slot, counted from 1; 0 where none has."""
+
+    def __init__(self, slots: int):
+        self.step, self.taken = [0] * slots, 0
+
+    def __call__(self, step: Step) -> None:
+        self.taken += 1
+        for place in step.reveal_AS[0].nonzero()[:, 0].tolist():
+            slot = int(step.first_slot_A[0]) + place
+            if 0 <= slot < len(self.step):
+                self.step[slot] = self.taken
+
+
+def reveals(method: Method, example: data.Example, tokenizer) -> dict[str, Any]:
+    """One decoding of one question, token by token with the step that revealed each; tokens run up to and with the end
+    token, which is shown as ∎."""
+    seen = _Reveals(method.config.max_new_tokens)
+    prompt, valid = data.pad_left([example.prompt_ids], method.model.facts.pad_token_id)
+    device = method.model.device
+    with method.weights():
+        out = decode(method.model, prompt.to(device), valid.to(device), method.config, callback=seen)
+    ids, ends = out.ids_BN[0, : out.output_tokens[0]].tolist(), method.model.facts.eos_token_ids
+    text = tokenizer.decode(out.answer(0, ends), skip_special_tokens=False)
+    return {
+        "method": method.name, "parameter": method.parameter, "task": example.group, "prompt": example.prompt, "reference": example.answer,
+        "correct": example.is_right(text), "steps": out.steps[0],
+        "tokens": ["∎" if token in ends else tokenizer.decode([token]) for token in ids],
+        "revealed_at": seen.step[: len(ids)],
+    }
 
 
 def mean(values: Iterable[float]) -> float:
@@ -117,30 +203,90 @@ def mean(values: Iterable[float]) -> float:
     return sum(held) / len(held)
 
 
+def ratio(above: float | None, below: float | None) -> float | None:
+    """above / below; None where one of them is missing or below is 0."""
+    return above / below if above is not None and below else None
+
+
 def result(m: Measured, task: str | None, batch_size: int) -> dict[str, Any]:
-    """A line of report.json, over one task or (None) over all."""
+    """A line of report.json, over one task or (None) over all. What an empty task has no number for is null."""
     rows = [row for row in m.rows if task in (None, row.group)]
-    times = [(spent, tokens) for group, spent, tokens in m.times if task in (None, group)]
-    forwards = sum(row.forwards for row in rows)
-    latency = Latency.of([spent for spent, _ in times]) if times else None
+    times = [timed for timed in m.times if timed.batch == 1 and task in (None, timed.group)]
+    latency = Latency.of([timed.seconds for timed in times]) if times else None
+
+    def over_rows(name: str) -> float | None:
+        return mean(getattr(row, name) for row in rows) if rows else None
+
     return {
         "task": task or "all",
         "method": m.method.name,
         "parameter": m.method.parameter,
-        "accuracy": mean(row.correct for row in rows),
-        "steps": mean(row.steps for row in rows),
-        "commit_forwards": mean(row.commit_forwards for row in rows),
-        "forwards": mean(row.forwards for row in rows),
-        "output_tokens": mean(row.output_tokens for row in rows),
-        "tpf": sum(row.output_tokens for row in rows) / forwards,
-        "latency_s": {"median": latency.median, "p90": latency.p90} if latency else None,
-        "tps": sum(tokens for _, tokens in times) / sum(spent for spent, _ in times) if times else None,
+        "accuracy": over_rows("correct"),
+        "steps": over_rows("steps"),
+        "commit_forwards": over_rows("commit_forwards"),
+        "forwards": over_rows("forwards"),
+        "output_tokens": over_rows("output_tokens"),
+        "tpf": ratio(sum(row.output_tokens for row in rows), sum(row.forwards for row in rows)),
+        "latency_s": {"p10": latency.p10, "median": latency.median, "p90": latency.p90} if latency else None,
+        "tps": ratio(sum(timed.output_tokens for timed in times), sum(timed.seconds for timed in times)),
         "batch": batch_size,
         "latency_batch": 1 if times else None,
         "latency_n": len(times),
         "n": len(rows),
         "stop_at_eos": m.method.config.stop_at_eos,
     }
+
+
+def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
+    """What the clock saw of every method at every batch size, over all tasks. Seconds are those of a call, that is of a whole batch.
+
+    ratio: how many times faster than the base (see BASES), with `low` and `high`. first_block_s: median seconds until the first block
+    was done. per_token_s: median, over the calls that wrote tokens behind the first block, of the remaining seconds over those tokens
+    (`per_token_n` such calls; null if none). peak_memory_bytes: the most of all calls.
+    """
+    out = []
+    for size in sorted({timed.batch for m in measured for timed in m.times}):
+        timed_methods = [(m, [timed for timed in m.times if timed.batch == size]) for m in measured]
+        timed_methods = [(m, times) for m, times in timed_methods if times]
+        names = [m.method.name for m, _ in timed_methods]
+        base = names.index(next((name for name in BASES if name in names), names[0]))
+        base_seconds = _by_batch(timed_methods[base][1])
+        for m, times in timed_methods:
+            own = _by_batch(times)
+            faster = speedup([base_seconds[key] for key in own], list(own.values()), seed=seed)
+            latency = Latency.of([timed.seconds for timed in times])
+            later = [(timed.seconds - timed.first_block) / timed.later_tokens for timed in times if timed.later_tokens]
+            out.append({
+                "method": m.method.name, "parameter": m.method.parameter, "batch": size, "calls": len(times),
+                "p10_s": latency.p10, "median_s": latency.median, "p90_s": latency.p90, "base": timed_methods[base][0].method.name,
+                "ratio": _plain(faster), "first_block_s": statistics.median(timed.first_block for timed in times),
+                "per_token_s": statistics.median(later) if later else None, "per_token_n": len(later),
+                "tps": ratio(sum(timed.output_tokens for timed in times), sum(timed.seconds for timed in times)),
+                "peak_memory_bytes": max(timed.peak for timed in times),
+            })  # fmt: skip
+    return out
+
+
+def question_seconds(m: Measured, asked: list[int]) -> dict[str, list[float]]:
+    """Seconds at batch 1 of each question that was timed, its repeats in their order; the key is the question's number in samples.jsonl,
+    from 0. asked: that number for each place of `Timed.places`."""
+    spent: dict[str, list[float]] = {}
+    for timed in m.times:
+        if timed.batch == 1:
+            spent.setdefault(str(asked[timed.places[0]]), []).append(timed.seconds)
+    return spent
+
+
+def _by_batch(times: list[Timed]) -> dict[tuple[int, ...], float]:
+    """Seconds of every batch of questions, the median of its repeats."""
+    repeats: dict[tuple[int, ...], list[float]] = {}
+    for timed in times:
+        repeats.setdefault(timed.places, []).append(timed.seconds)
+    return {places: statistics.median(spent) for places, spent in repeats.items()}
+
+
+def _plain(interval: Interval | None) -> dict[str, float] | None:
+    return None if interval is None else {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
 def run(

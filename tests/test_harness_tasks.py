@@ -1,0 +1,259 @@
+"""`cdlm eval` from the command to the files, and the tasks in eval/tasks against the harness's own, on the same rows."""
+
+import json
+from pathlib import Path
+
+import datasets
+import evaluate
+import pytest
+from conftest import ROOT
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import TaskIndex
+from mini import save_teacher
+
+from cdlm import cli, data
+from cdlm.evaluate import harness, harness_run
+
+TASKS = ROOT / "eval" / "tasks"
+GSM8K = ROOT / "tests" / "fixtures" / "gsm8k" / "test_20.jsonl"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("harness") / "teacher"
+    save_teacher(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_tasks(monkeypatch):
+    """Of the harness's own tasks, of which there are thousands of files, only those asked for here are read."""
+    read = TaskIndex._iter_yaml_files
+    kept = ("gsm8k-cot.yaml", "humaneval.yaml", "humaneval_instruct.yaml")
+
+    def few(root: Path):
+        return read(root) if root == TASKS else [path for name in ("gsm8k", "humaneval") for path in read(root / name) if path.name in kept]
+
+    monkeypatch.setattr(TaskIndex, "_iter_yaml_files", staticmethod(few))
+
+
+def problems(count: int) -> list[dict[str, str]]:
+    """Rows in HumanEval's form."""
+    return [
+        {
+            "task_id": f"Mine/{i}", "entry_point": f"add_{i}",
+            "prompt": f'def add_{i}(a):\n    """Adds {i}; "quoted", {{braces}}.\n    """\n',
+            "canonical_solution": f"    return a + {i}\n", "test": f"def check(candidate):\n    assert candidate(1) == {i + 1}\n",
+        }
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompts(task, **values) -> list[tuple]:
+    """What the harness asks a model, and what it compares with."""
+    task.set_fewshot_seed(1234)
+    task.build_all_requests(limit=None, rank=0, world_size=1, **values)
+    return [(one.args, task.doc_to_target(one.doc)) for one in task.instances]
+
+
+def local(name: str, **metadata):
+    return TaskManager(include_path=str(TASKS), metadata=metadata).load([name])["tasks"][name]
+
+
+def own(monkeypatch, name: str, rows: list[dict]):
+    """The harness's task as it is, over these rows in place of the Hub's."""
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: {"test": datasets.Dataset.from_list(rows)})
+    monkeypatch.setattr(evaluate, "load", lambda *a, **k: type("Metric", (), {"compute": staticmethod(lambda **k: ({}, {}))}))
+    return TaskManager().load([name])["tasks"][name]
+
+
+def chat(history, add_generation_prompt=True):
+    return "".join(f"<{turn['role']}>{turn['content']}" for turn in history) + ("<assistant>" if add_generation_prompt else "")
+
+
+FORMATS = [{}, {"apply_chat_template": True, "fewshot_as_multiturn": True, "chat_template": chat, "tokenizer_name": "x"}]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=["raw", "chat"])
+def test_gsm8k_local_asks_what_gsm8k_cot_asks(monkeypatch, form):
+    rows = data.read_rows(GSM8K)
+    ours = prompts(local("gsm8k_local", gsm8k_file=str(GSM8K)), **form)
+    theirs = prompts(own(monkeypatch, "gsm8k_cot", rows), **form)
+    assert len(ours) == 20 and ours == theirs
+    assert ours[0][0][0].count("Q: ") == 9 and rows[0]["question"] in ours[0][0][0]
+
+
+def test_gsm8k_local_scores_as_gsm8k_cot_does(monkeypatch):
+    rows = data.read_rows(GSM8K)[:4]
+    answers = [row["answer"].split("#### ")[1] for row in rows]
+    said = [f"The answer is {answers[0]}.", f"so {answers[1]}", "The answer is -7.", "no number"]
+    scores = []
+    for task in (local("gsm8k_local", gsm8k_file=str(GSM8K)), own(monkeypatch, "gsm8k_cot", rows)):
+        task.set_fewshot_seed(1234)
+        task.build_all_requests(limit=4, rank=0, world_size=1)
+        for one, text in zip(task.instances, said, strict=True):
+            one.resps.append(text)
+        task.apply_filters()
+        scores.append({
+            name: [task.process_results(one.doc, [one.filtered_resps[name]])["exact_match"] for one in task.instances]
+            for name in ("strict-match", "flexible-extract")
+        })  # fmt: skip
+    assert scores[0] == scores[1] == {"strict-match": [1.0, 0.0, 0.0, 0.0], "flexible-extract": [1.0, 1.0, 0.0, 0.0]}
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=["raw", "chat"])
+def test_humaneval_local_asks_what_humaneval_instruct_asks(monkeypatch, tmp_path, form):
+    file = write(tmp_path / "problems.jsonl", problems(20))
+    ours = prompts(local("humaneval_local", humaneval_file=str(file)), **form)
+    theirs = prompts(own(monkeypatch, "humaneval_instruct", problems(20)), **form)
+    assert len(ours) == 20 and ours == theirs
+
+
+def test_humaneval_local_scores_programs(monkeypatch, tmp_path):
+    file = write(tmp_path / "problems.jsonl", problems(4))
+    task, judge = local("humaneval_local", humaneval_file=str(file)), own(monkeypatch, "humaneval_instruct", problems(4))
+    said = ["    return a + 0\n```\nDone.", "    return a\n", "    return a + 2", "    return ("]
+    for one in (task, judge):
+        one.build_all_requests(limit=4, rank=0, world_size=1)
+        for instance, text in zip(one.instances, said, strict=True):
+            instance.resps.append(text)
+        one.apply_filters()
+    programs = [[one.filtered_resps["create_test"] for one in t.instances] for t in (task, judge)]
+    assert programs[0] == programs[1]
+    scores = [task.process_results(doc, [p])["pass@1"] for doc, p in zip(problems(4), programs[0], strict=True)]
+    assert scores == [1.0, 0.0, 1.0, 0.0]
+    assert task.UNSAFE_CODE
+
+
+def test_scoring_that_is_broken_is_found_before_a_model_is_asked(monkeypatch, tmp_path):
+    task = local("humaneval_local", humaneval_file=str(write(tmp_path / "problems.jsonl", problems(1))))
+    module = __import__("sys").modules[type(task).__module__]
+    monkeypatch.setattr(module, "runs", lambda program: True)
+    with pytest.raises(ValueError, match="must score 0 scored 1"):
+        task.build_all_requests(limit=1, rank=0, world_size=1)
+    monkeypatch.setattr(module, "runs", lambda program: False)
+    with pytest.raises(ValueError, match="must score 1 scored 0"):
+        task.build_all_requests(limit=1, rank=0, world_size=1)
+
+
+def test_a_program_that_does_not_end_has_failed(tmp_path):
+    task = local("humaneval_local", humaneval_file=str(write(tmp_path / "problems.jsonl", problems(1))))
+    runs = __import__("sys").modules[type(task).__module__].runs
+    assert runs("pass") and not runs("while True: pass", seconds=0.5) and not runs("raise SystemExit(3)")
+
+
+def test_small_world_takes_every_accepted_answer():
+    task = local("small_world")
+    rows = list(task.eval_docs)
+    assert len(rows) == 400
+    exact = next(row for row in rows if row["accept"] is None)
+    several = next(row for row in rows if row["accept"] is not None)
+    words = several["accept"].split("(")[-1].rstrip(")").split("|")
+    other = several["answer"][:-4] + next(word for word in words if word not in several["answer"])
+    for row, text, wanted in ((exact, f" {exact['answer']}\n", 1.0), (exact, exact["answer"][:-1], 0.0), (several, other, 1.0),
+                              (several, several["answer"] + "x", 0.0), (exact, "", 0.0)):  # fmt: skip
+        assert task.process_results(row, [text]) == {"acc": wanted}
+    assert {row["task"] for row in local("small_world_sort").eval_docs} == {"sort"}
+
+
+# the command
+
+
+def run(teacher, *flags: str) -> int:
+    return cli.main(["eval", str(teacher), *flags])
+
+
+def test_a_run_from_the_command_to_its_files(teacher, tmp_path, capsys):
+    """Fourteen questions, one of which the model's own answer is right for; costs beside the score; a second run decodes nothing."""
+    rows = [{"task": "copy", "prompt": f"copy:{i:05d}abc", "answer": "?"} for i in range(14)]
+    lm = harness.CDLM(str(teacher), confidence_threshold=0.5, block_length=8)
+    prompt = lm.apply_chat_template([{"role": "user", "content": rows[3]["prompt"]}])
+    from test_harness import generation
+
+    (rows[3]["answer"],) = lm.generate_until(generation([prompt]))
+    file = write(tmp_path / "rows.jsonl", rows)
+    flags = [
+        "--tasks", "small_world", "--apply_chat_template", "--batch_size", "4", "--output_path", str(tmp_path / "out"), "--log_samples",
+        "--model_args", "confidence_threshold=0.5", "block_length=8", "--gen_kwargs", "max_gen_toks=16",
+        "--metadata", f"small_world_file={file}",
+    ]  # fmt: skip
+    assert run(teacher, *flags) == 0
+    said = capsys.readouterr().out
+    assert "|small_world|" in said and "tpf" in said
+    (path,) = (tmp_path / "out").rglob("results_*.json")
+    found = json.loads(path.read_text())
+    score, config = found["results"]["small_world"], found["config"]["cdlm"]
+    assert score["acc,none"] == 1 / 14
+    samples = [json.loads(line) for line in next((tmp_path / "out").rglob("samples_*.jsonl")).read_text().splitlines()]
+    costs = [sample["costs"][0] for sample in samples]
+    assert len(costs) == 14
+    for name in harness.COSTS:
+        assert score[f"{name},none"] == pytest.approx(sum(cost[name] for cost in costs) / 14)
+    tokens = sum(cost["output_tokens"] for cost in costs)
+    assert score["tpf,none"] == pytest.approx(tokens / sum(cost["forwards"] for cost in costs))
+    assert score["tps,none"] == pytest.approx(tokens / sum(cost["seconds"] for cost in costs))
+    assert config["decode"]["confidence_threshold"] == 0.5 and config["facts"]["mask_token_id"] == 1
+    assert config["apply_chat_template"] is True and config["fewshot_as_multiturn"] is True and found["chat_template"]
+    assert config["versions"]["lm_eval"] == "0.4.13" and config["batch_size"] == 4 and found["n-shot"] == {"small_world": 0}
+
+    kept = (tmp_path / "out" / "finished.jsonl").read_bytes()
+    assert run(teacher, *flags) == 0
+    assert (tmp_path / "out" / "finished.jsonl").read_bytes() == kept
+    assert json.loads(max((tmp_path / "out").rglob("results_*.json")).read_text())["results"]["small_world"] == score
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--tasks", "no_such_task"], ["Tasks not found: no_such_task", "lm-eval ls tasks"]),
+        (["--tasks", "gsm8k_cot"], ["gsm8k_cot", "can't be read", "gsm8k_local"]),
+        (["--tasks", "humaneval_instruct", "--confirm_run_unsafe_code"], ["humaneval_instruct", "can't be read"]),
+        (["--tasks", "gsm8k_local"], ["--metadata gsm8k_file=FILE"]),
+        (["--tasks", "gsm8k_local", "--metadata", "gsm8k_file=EMPTY"], ["holds no rows"]),
+        (["--tasks", "gsm8k_local", "--metadata", "gsm8k_file=OTHER"], ["row 1 has no question, answer", "task_id"]),
+        (["--tasks", "humaneval_local", "--metadata", "humaneval_file=OTHER"], ["--confirm_run_unsafe_code"]),
+        (["--tasks", "small_world", "--model_args", "treshold=0.5"], ["unknown treshold", "confidence_threshold"]),
+        (["--tasks", "small_world", "--batch_size", "auto"], ["batch_size is 'auto'"]),
+        (["--tasks", "small_world", "--device", "cuda:7"], ["device is 'cuda:7'"]),
+        (["--tasks", "small_world", "--include_path", "nowhere"], ["--include_path nowhere"]),
+        (["--tasks", "small_world", "--limit", "2", "--gen_kwargs", "max_gen_toks=0"], ["max_new_tokens is 0"]),
+        (["--tasks", "small_world", "--limit", "2", "--gen_kwargs", "max_gen_toks=999"], ["small_world", "max_gen_toks", "256"]),
+        (["--tasks", "small_world", "--limit", "2", "--gen_kwargs", "beams=4"], ["beams"]),
+    ],
+    ids=lambda value: " ".join(value[1:4]) if value[0].startswith("--") else "",
+)
+def test_bad_input_is_one_line(teacher, tmp_path, capsys, flags, words):
+    (tmp_path / "EMPTY.jsonl").write_text("")
+    write(tmp_path / "OTHER.jsonl", problems(1))
+    for name in ("EMPTY", "OTHER"):
+        flags = [flag.replace(f"={name}", f"={tmp_path / name}.jsonl") for flag in flags]
+    assert run(teacher, *flags) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cdlm: error: ")]
+    assert all(word in line for word in words), line
+
+
+def test_another_models_tokenizer_is_refused(teacher, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(teacher, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "mask_token_id": 3}))
+    assert run(tmp_path / "model", "--tasks", "small_world") == 2
+    assert "not the tokenizer of this model" in capsys.readouterr().err
+
+
+def test_costs_find_chosen_documents():
+    lm = type("L", (), {"costs": {("t", 0): [{"n": 1}], ("t", 1): [{"n": 2}]}})()
+    results = {"results": {}, "samples": {"t": [{"doc_id": 4}, {"doc_id": 9}]}}
+    harness.add_costs(results, lm, {"t": [4, 9]})
+    assert [sample["costs"] for sample in results["samples"]["t"]] == [[{"n": 1}], [{"n": 2}]]
+
+
+def test_finished_samples_stand_beside_the_results():
+    assert harness_run.beside("out/x.json") == Path("out/finished.jsonl") and harness_run.beside("out") == Path("out/finished.jsonl")
+    assert harness_run.beside(None) is None
