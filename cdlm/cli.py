@@ -32,11 +32,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: runs/<name of the recipe>)")
         command.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
         command.add_argument("--hardware", metavar="CARD", help="the card of --dry-run's times, as in roofline (default: the recipe's)")
-    bench = commands.add_parser("bench", help="how decoding time grows with length, with and without a cache, on a recipe's shape")
+    bench = commands.add_parser("bench", help="a run's student beside all baselines; growth with length; time around forwards")
     bench.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, as in recipes/")
     bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the recipe")
-    bench.add_argument("--out", type=Path, metavar="DIR", help="where bench.json goes (default: runs/<name of the recipe>)")
-    bench.add_argument("--lengths", type=_numbers, default=[256, 512, 1024, 2048, 4096], metavar="A,B", help="answer tokens")
+    bench.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, whose bench/ is written (default: runs/<name>)")
+    bench.add_argument("--parts", type=_names, default=None, metavar="A,B", help="which of table, growth, overhead (default: all)")
+    bench.add_argument("--batches", type=_numbers, default=[1, 4, 16], metavar="A,B", help="batch sizes of the table's latencies")
+    bench.add_argument("--lengths", type=_numbers, default=[256, 512, 1024, 2048, 4096], metavar="A,B", help="answer tokens of growth")
     bench.add_argument("--prompt-tokens", type=int, default=32, help="tokens of the random prompt")
     bench.add_argument("--steps-per-block", type=int, default=1, help="steps of every block")
     bench.add_argument("--repeats", type=int, default=1, help="decode each length so often; the median counts")
@@ -321,28 +323,17 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from cdlm import families, stages
+    from cdlm import bench
     from cdlm import recipe as recipes
-    from cdlm.evaluate import growth, report
 
+    parts = args.parts or list(bench.PARTS)
+    growing = {"prompt_tokens": args.prompt_tokens, "repeats": args.repeats, "steps_per_block": args.steps_per_block}
     recipe = recipes.load(args.recipe, args.set)
-    out = args.out or Path("runs") / recipe.name
-    block = recipe.decode.block_length
-    given = {"prompt_tokens": args.prompt_tokens, "repeats": args.repeats, "steps_per_block": args.steps_per_block}
-    growth.check(args.lengths, block, **given)
+    bench.check(recipe, parts, args.batches, args.lengths, growing)
     _check_device(recipe.device)
     _quiet()
-    found = stages.Run(recipe, out).check_inputs(everything=False)
-    if found.facts is None:
-        raise ValueError("bench takes a recipe with a model; this one starts from scratch and states no facts of a diffusion model")
-    positions = args.prompt_tokens + max(args.lengths) + block
-    model = growth.model_of(
-        found.model.config, found.facts, positions, dtype=families.DTYPES[recipe.dtype], device=recipe.device, seed=recipe.seed
-    )
-    measured = growth.measure(model, args.lengths, block, seed=recipe.seed, say=partial(print, flush=True), **given)
-    file = growth.write({"recipe": recipe.name, "environment": report.environment(recipe.device), **measured}, out)
-    print(report.markdown_table(growth.table(measured), growth.COLUMNS))
-    print("\n".join([*growth.lines(measured), str(file)]))
+    out = args.out or Path("runs") / recipe.name
+    print(bench.run(recipe, out, parts, args.batches, args.lengths, growing, command=_typed(args), say=partial(print, flush=True)))
     return 0
 
 

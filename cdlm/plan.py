@@ -195,7 +195,8 @@ class Plan:
             "teacher_threshold_stop": swept, "student": swept, "student_uncached": few,
             "teacher_fixed": sum(budget / k for k in e.fixed), "teacher_factor": len(e.factors) * few,
             "teacher_entropy_bound": len(e.entropy_bounds) * few, "teacher_prefix_cache": swept, "teacher_dual_cache": swept,
-            "autoregressive": tests.slots, "student_sequential": tests.slots,
+            "teacher_interval_cache": budget, "autoregressive_model": tests.slots, "autoregressive": tests.slots,
+            "student_sequential": tests.slots,
             "teacher_truncated": sum(e.truncated_steps) + (few if "student" in e.methods else 0),
         }
         cached = ("teacher_block_causal", "student", "student_sequential")

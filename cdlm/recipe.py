@@ -20,7 +20,11 @@ SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "warmup_st
 METHODS = (
     "teacher", "teacher_truncated", "teacher_threshold", "teacher_threshold_stop", "teacher_block_causal", "student", "student_uncached",
 )
-BASELINES = ("teacher_fixed", "teacher_factor", "teacher_entropy_bound", "teacher_prefix_cache", "teacher_dual_cache")
+BASELINES = (
+    "teacher_fixed", "teacher_factor", "teacher_entropy_bound", "teacher_prefix_cache", "teacher_dual_cache",
+    "teacher_interval_cache",
+)
+OTHER_MODEL = "autoregressive_model"  # needs evaluate.autoregressive
 METHODS_OF = {  # objective -> what can be measured after it
     "cdlm": METHODS, "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
     "ar": ("autoregressive",),
@@ -148,10 +152,14 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """What is measured. methods: null for all that METHODS_OF has for the objective; after cdlm and mdlm also BASELINES, when named.
+    """What is measured. methods: null for all that METHODS_OF has for the objective, and autoregressive_model where its key is
+    given; after cdlm and mdlm also BASELINES, when named.
 
     thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them. fixed (tokens a step), factors and
-    entropy_bounds are those of the training-free baselines of these names; the two caches are Fast-dLLM's, at the thresholds.
+    entropy_bounds are those of the training-free baselines of these names; prefix and dual cache are Fast-dLLM's, at the thresholds;
+    interval_cache is dLLM-Cache's, prompt_refresh and response_refresh steps apart (100 and 6: its command for LLaDA-8B-Base).
+
+    autoregressive: a folder of a causal LM with the same tokenizer, for the method autoregressive_model.
 
     num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: so many of
     them, from the groups in turn, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.
@@ -165,6 +173,9 @@ class Evaluate:
     fixed: list[int] = field(default_factory=lambda: [2, 4])
     factors: list[float] = field(default_factory=lambda: [0.5, 1.0])
     entropy_bounds: list[float] = field(default_factory=lambda: [0.1, 0.5])
+    prompt_refresh: int = 100
+    response_refresh: int = 6
+    autoregressive: str | None = None
     num_prompts: int | None = None
     batch_size: int = 32
     latency_prompts: int = 20
@@ -370,6 +381,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
         recipe = dataclasses.replace(recipe, train=train)
     if recipe.evaluate.methods is None:
         methods = list(METHODS_OF.get(recipe.train.objective, METHODS))
+        methods += [OTHER_MODEL] if recipe.evaluate.autoregressive is not None else []
         recipe = dataclasses.replace(recipe, evaluate=dataclasses.replace(recipe.evaluate, methods=methods))
     check(recipe)
     return recipe
@@ -477,7 +489,7 @@ def check(recipe: Recipe) -> None:
             within("collect.temperatures", temperature, 0, 100)
         within("collect.screen.ngram", r.collect.screen.ngram, 1)
         within("collect.screen.repeats", r.collect.screen.repeats, 1)
-    allowed = METHODS_OF[t.objective] + (BASELINES if t.objective in ("cdlm", "mdlm") else ())
+    allowed = (*METHODS_OF[t.objective], *(BASELINES if t.objective in ("cdlm", "mdlm") else ()), OTHER_MODEL)
     if not e.methods or len(set(e.methods)) < len(e.methods):
         raise ValueError(f"evaluate.methods is {e.methods}; name at least one of {', '.join(allowed)}, each once")
     for method in e.methods:
@@ -494,7 +506,9 @@ def check(recipe: Recipe) -> None:
         within("evaluate.factors", bound, 1e-6)
     for bound in e.entropy_bounds:
         within("evaluate.entropy_bounds", bound, 0)
-    for name in ("batch_size", "latency_prompts", "repeats"):
+    if OTHER_MODEL in e.methods and e.autoregressive is None:
+        raise ValueError(f"evaluate.methods has {OTHER_MODEL}; evaluate.autoregressive, the folder of its model, is missing")
+    for name in ("batch_size", "latency_prompts", "repeats", "prompt_refresh", "response_refresh"):
         within(f"evaluate.{name}", getattr(e, name), 1)
     within("evaluate.warmup_prompts", e.warmup_prompts, 0)
     for size in e.latency_batch_sizes:

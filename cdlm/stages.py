@@ -23,7 +23,7 @@ import torch
 
 from cdlm import data, families, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
-from cdlm.families import native
+from cdlm.families import causal, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
 from cdlm.recipe import Recipe
@@ -104,6 +104,39 @@ class Run:
             return model
         return families.load(r.model_path(), family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
 
+    def load_other(self) -> DiffusionLM | None:
+        """The autoregressive model that evaluate.autoregressive names, in the form that transformers' own generate takes."""
+        r = self.recipe
+        if r.evaluate.autoregressive is None:
+            return None
+        folder, family = self._other()
+        return families.load(folder, family=family, dtype=r.dtype, device=r.device, attention="sdpa")
+
+    def _other(self) -> tuple[Path, str]:
+        """Where evaluate.autoregressive is, and its family (causal for a stock model that states no facts); a ValueError unless a causal
+        LM with this run's tokenizer is there."""
+        r = self.recipe
+        assert r.evaluate.autoregressive is not None
+        folder = r.path(r.evaluate.autoregressive)
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"evaluate.autoregressive is {r.evaluate.autoregressive}; no model at {folder}")
+        config = families.read_config(folder)
+        stated = native.matches(config) or not causal.is_stock(config)
+        module = families.find(config, None if stated else causal.NAME)
+        facts = families.facts_of(folder, config, module)
+        autoregressive(facts, "evaluate.autoregressive")
+        here, there = r.path(r.scratch.tokenizer) if r.scratch else self.here(), folder
+        if here is not None:
+            from transformers import AutoTokenizer
+
+            own, other = (AutoTokenizer.from_pretrained(place, trust_remote_code=False).get_vocab() for place in (here, there))
+            if own != other:
+                raise ValueError(
+                    f"evaluate.autoregressive: the tokenizer in {there} ({len(other)} tokens) differs from the model's in {here} "
+                    f"({len(own)} tokens); steps and seconds of the two would not be of the same text"
+                )
+        return folder, module.NAME
+
     def tokenizer(self, facts: families.Facts) -> Any:
         r = self.recipe
         return families.load_tokenizer(r.path(r.scratch.tokenizer) if r.scratch else r.model_path(), facts)
@@ -182,6 +215,8 @@ class Run:
         if r.scratch is None:
             facts = families.facts_of(place or source, config, families.find(config, r.family))
             self._check_teacher(facts)
+        if r.evaluate.autoregressive is not None:
+            self._other()
         model = convert.skeleton(self._stock(config, place))
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
@@ -229,7 +264,7 @@ class Run:
                 f"{r.model} is a causal LM: it can't fill slots under full attention, so there are no trajectories to collect; "
                 "train.objective bd3lm makes a block diffusion model of it"
             )
-        caches = [name for name in methods if name in ("teacher_prefix_cache", "teacher_dual_cache")]
+        caches = [name for name in methods if name in ("teacher_prefix_cache", "teacher_dual_cache", "teacher_interval_cache")]
         if caches and own.block_causal:
             raise ValueError(f"evaluate.methods has {caches[0]}; this teacher is a block diffusion model, whose own cache is exact")
 
@@ -314,6 +349,8 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": run.data_hash("test")}
+    if r.evaluate.autoregressive is not None:
+        measured["autoregressive"] = trajectories.folder_hash(r.path(r.evaluate.autoregressive))
     measured |= {"device": r.device, "attention": r.attention, "test_answer_key": r.data.test_answer_key}
     if stage == "evaluate":
         return measured
@@ -367,7 +404,7 @@ def collect(run: Run) -> None:
 # ---- train -----------------------------------------------------------------------------------------------------------
 
 
-def train(run: Run) -> None:
+def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     """Train the student, or for mdlm the model itself; goes on from the last checkpoint."""
     from transformers.trainer_utils import get_last_checkpoint
 
@@ -434,6 +471,8 @@ def train(run: Run) -> None:
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
+    if watch is not None:
+        trainer.add_callback(watch(trainer))
     for folder in checkpoints.glob("checkpoint-*"):
         if not (folder / "trainer_state.json").is_file():  # written last: without it the run was killed while saving
             shutil.rmtree(folder)
@@ -538,10 +577,14 @@ def _load_saved(run: Run) -> DiffusionLM:
 # ---- evaluate --------------------------------------------------------------------------------------------------------
 
 
-def evaluate(run: Run) -> None:
+def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """Accuracy, steps and latency of every method on the test set; writes report.json, report.md, report.html,
-    pareto.png, and samples.jsonl with every answer."""
-    from cdlm.evaluate import report
+    pareto.png, and samples.jsonl with every answer.
+
+    folder: where they go in place of the run's own (they are then no result of this stage). more: further parts of the report. Returns
+    the report.
+    """
+    from cdlm.evaluate import report, stock
     from cdlm.evaluate.run import Measured, Method, mean, question_seconds, reveals, time_all
     from cdlm.evaluate.run import run as run_methods
 
@@ -564,6 +607,7 @@ def evaluate(run: Run) -> None:
     naive = trajectories.teacher_decoding(
         teacher.facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=e.teacher_stops_at_eos
     )
+    other = run.load_other()
     tau = r.decode.confidence_threshold
     thresholds = sorted({*e.thresholds, tau})
     own = run.decode_config()
@@ -590,6 +634,13 @@ def evaluate(run: Run) -> None:
                 Method(name, t, changed(naive, confidence_threshold=t, approximate_cache=kind), teacher, teacher_weights)
                 for t in thresholds
             ]
+        if name == "teacher_interval_cache":
+            every = {"prompt_refresh": e.prompt_refresh, "response_refresh": e.response_refresh}
+            return [Method(name, None, changed(naive, approximate_cache="interval", **every), teacher, teacher_weights)]
+        if name == "autoregressive_model":
+            assert other is not None
+            greedy = DecodeConfig(r.decode.max_new_tokens, 1, tokens_per_step=1)
+            return [Method(name, None, greedy, other, contextlib.nullcontext, stock.generate, blocks=False)]
         if name == "teacher_block_causal":
             return [Method(name, None, changed(own, tokens_per_step=1), teacher, teacher_weights)]
         if name == "autoregressive":
@@ -624,7 +675,7 @@ def evaluate(run: Run) -> None:
     run.say(f"evaluate: latency at batch {', '.join(map(str, sizes))} on {len(timed)} prompts, methods interleaved")
     for size in (size for size in sizes if size > len(timed)):
         run.say(f"evaluate: no latency at batch {size}: there are {len(timed)} questions")
-    time_all(measured, timed, e.warmup_prompts, e.repeats, sizes)
+    time_all(measured, timed, e.warmup_prompts, e.repeats, sizes, run.say)
     shown = [next(example for example in examples if example.group == group) for group in sorted({x.group for x in examples})][:8]
     drawn = [m.method for m in measured if m.method.name in ("teacher_threshold_stop", "student") and m.method.parameter == tau]
     drawn = drawn or [m.method for m in measured][:1]
@@ -633,21 +684,25 @@ def evaluate(run: Run) -> None:
     found = report.build(
         measured, threshold=tau, truncated=truncated, batch_size=e.batch_size,
         extra={
-            "recipe": r.name, "dtype": r.dtype, "request": request, "command": run.command,
+            **(more or {}), "recipe": r.name, "dtype": r.dtype, "request": request, "command": run.command,
             "decodings": [reveals(method, example, tokenizer) for example in shown for method in drawn],
         }, device=r.device,
     )
     place = {example.index: number for number, example in enumerate(examples)}
     asked = [place[example.index] for example in timed]
     found["latency"]["seconds"] = {m.method.label: question_seconds(m, asked) for m in measured}
-    trajectories.write_json(run.out / "evaluate.request.json", request)
-    with (run.out / "samples.jsonl").open("w") as stream:
+    to = folder or run.out
+    to.mkdir(parents=True, exist_ok=True)
+    if folder is None:
+        trajectories.write_json(to / "evaluate.request.json", request)
+    with (to / "samples.jsonl").open("w") as stream:
         for m in measured:
             for example, row in zip(examples, m.rows, strict=True):
                 line = {"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}
                 stream.write(json.dumps(line) + "\n")
     log = run.out / "log.jsonl"
-    report.write(found, run.out, r.name, [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else [])
+    report.write(found, to, r.name, [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else [])
+    return found
 
 
 def _spread(examples: list[data.Example], count: int) -> list[data.Example]:

@@ -356,12 +356,16 @@ def test_training_free_baselines_are_decodings_of_the_teacher(full, tmp_path):
         ("teacher_entropy_bound", 1.0): {"entropy_bound": 1.0, "order": "entropy"},
         ("teacher_prefix_cache", 0.3): {"confidence_threshold": 0.3, "approximate_cache": "prefix"},
         ("teacher_dual_cache", 0.3): {"confidence_threshold": 0.3, "approximate_cache": "dual"},
+        ("teacher_interval_cache", None): {
+            "tokens_per_step": 1, "approximate_cache": "interval", "prompt_refresh": 5, "response_refresh": 2,
+        },
     }  # fmt: skip
     out = full.copy(tmp_path / "out")
     for name in ("report.json", "evaluate.request.json"):
         (out / name).unlink()
     changes = ["evaluate.methods=[" + ", ".join(recipe.BASELINES) + "]", "evaluate.fixed=[3]", "evaluate.factors=[0.7]",
-               "evaluate.entropy_bounds=[1.0]", "evaluate.thresholds=[0.3]"]  # fmt: skip
+               "evaluate.entropy_bounds=[1.0]", "evaluate.thresholds=[0.3]",
+               "evaluate.prompt_refresh=5", "evaluate.response_refresh=2"]  # fmt: skip
     run = stages.Run(recipe.load(full.recipe, changes), out, say=lambda text: None)
     run.check_inputs()
     stages.evaluate(run)

@@ -6,11 +6,9 @@ length (faster where attention itself dominates). With it a step is a forward ov
 up the cache costs little.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,11 +117,3 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{method}: time grows with length to the power {whole[method]:.2f} over all lengths, {tail[method]:.2f} from {low} to {high}"
         for method in METHODS
     ]
-
-
-def write(found: dict[str, Any], folder: Path) -> Path:
-    """bench.json in a folder, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial_file = folder / "bench.json.partial"
-    partial_file.write_text(json.dumps(found, indent=2) + "\n")
-    return partial_file.replace(folder / "bench.json")

@@ -7,8 +7,8 @@ import json
 from html import escape
 from typing import Any
 
+from cdlm.evaluate import growth, overhead, svg
 from cdlm.evaluate import report as tables
-from cdlm.evaluate import svg
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #60666d; --paper: #ffffff; --card: #f5f6f8; --rule: #dcdfe4;
@@ -39,14 +39,15 @@ pre { background: var(--card); border: 1px solid var(--rule); border-radius: 8px
 .token { text-align: center; border-radius: 4px; padding: 1px 4px; font: 14px/1.3 ui-monospace, monospace; border: 1px solid var(--rule); }
 .token small { display: block; font-size: 10px; opacity: 0.85; }
 """
-SERIES = "".join(f".s{i} {{ color: var(--s{i}); }} " for i in range(9))
+SERIES = "".join(f".s{i} {{ color: var(--s{i % 9}); }} " for i in range(len(tables.TITLES)))
 
 
 def html(report: dict[str, Any], title: str, log: list[dict[str, Any]]) -> str:
     """The whole page. log: lines of log.jsonl; those with losses become the loss curves. A part that was not measured is left out."""
     parts = [
         f"<h1>{escape(title)}</h1>", _introduction(report), _tiles(report["summary"]), _summary(report["summary"]), _pareto(report),
-        _latency(report), _parallelism(report), _results(report), _losses(log), _decodings(report.get("decodings", [])), _origin(report),
+        _latency(report), _parallelism(report), _growth(report), _results(report), _losses(log), _decodings(report.get("decodings", [])),
+        _origin(report),
     ]
     head = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -168,6 +169,17 @@ def _parallelism(report: dict[str, Any]) -> str:
         return ""
     line = escape(tables.aup_line(rows))
     return f'<h2>Accuracy under parallelism</h2><p class="soft">{line}</p>{_table(tables.AUP_COLUMNS, tables.aup_table(rows))}'
+
+
+def _growth(report: dict[str, Any]) -> str:
+    """How time grows with length, and what is spent around the forwards; where `cdlm bench` measured them."""
+    parts = []
+    if grown := report.get("growth"):
+        parts += ["<h2>Growth with length</h2>", "<ul>", *(f"<li>{escape(line)}</li>" for line in growth.lines(grown)), "</ul>"]
+        parts.append(_table(growth.COLUMNS, growth.table(grown)))
+    if around := report.get("overhead"):
+        parts += ["<h2>Time around the forwards</h2>", "<ul>", *(f"<li>{escape(line)}</li>" for line in overhead.lines(around)), "</ul>"]
+    return "\n".join(parts)
 
 
 def _results(report: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cdlm.evaluate import aup
+from cdlm.evaluate import aup, growth, overhead
 from cdlm.evaluate.clock import COVERAGE, DRAWS, memory_kind
 from cdlm.evaluate.run import Measured, latencies, ratio, result
 from cdlm.trajectories import versions
@@ -34,8 +34,10 @@ TITLES = {
     "teacher_entropy_bound": "teacher, entropy bound",
     "teacher_prefix_cache": "teacher, threshold, prefix cache",
     "teacher_dual_cache": "teacher, threshold, dual cache",
+    "teacher_interval_cache": "teacher, 1 token a step, interval cache",
     "teacher_block_causal": "teacher under the block-causal mask",
     "autoregressive": "autoregressive, greedy",
+    "autoregressive_model": "autoregressive model, stock generate",
     "student_sequential": "student, 1 token a step",
     "student": "student, cached",
     "student_uncached": "student, uncached",
@@ -173,7 +175,7 @@ def latency_table(rows: list[dict[str, Any]]) -> list[list[str]]:
         out.append([
             TITLES.get(row["method"], row["method"]), _text(row["parameter"], "g"), str(row["batch"]), f"{row['p10_s']:.4f}",
             f"{row['median_s']:.4f}", f"{row['p90_s']:.4f}", f"{faster['value']:.2f}" if faster else "",
-            f"{faster['low']:.2f} to {faster['high']:.2f}" if faster else "", f"{row['first_block_s']:.4f}",
+            f"{faster['low']:.2f} to {faster['high']:.2f}" if faster else "", _text(row["first_block_s"], ".4f"),
             _text(row["per_token_s"], ".5f"), _text(row["tps"], ".0f"), f"{peak:.0f}", str(row["calls"]),
         ])  # fmt: skip
     return out
@@ -292,6 +294,11 @@ def markdown(report: dict[str, Any], title: str) -> str:
         base = TITLES.get(timed["rows"][0]["base"], timed["rows"][0]["base"])
         parts += ["## latency", "", f"{PROTOCOL} Base: {base}. Memory: {timed['memory']}.", ""]
         parts += [markdown_table(latency_table(timed["rows"]), LATENCY_COLUMNS), ""]
+    if grown := report.get("growth"):
+        parts += ["## growth with length", "", *(f"- {line}" for line in growth.lines(grown)), ""]
+        parts += [markdown_table(growth.table(grown), growth.COLUMNS), ""]
+    if around := report.get("overhead"):
+        parts += ["## around the forwards", "", *(f"- {line}" for line in overhead.lines(around)), ""]
     env = report["environment"]
     parts += ["## environment", "", ", ".join(f"{key} {value}" for key, value in env.items()), ""]
     return "\n".join(parts)
@@ -315,8 +322,10 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
         "teacher_entropy_bound": (">", "tab:gray"),
         "teacher_prefix_cache": ("1", "goldenrod"),
         "teacher_dual_cache": ("2", "darkgoldenrod"),
+        "teacher_interval_cache": ("3", "peru"),
         "teacher_block_causal": ("D", "tab:purple"),
         "autoregressive": ("o", "black"),
+        "autoregressive_model": ("*", "black"),
         "student_sequential": ("D", "tab:green"),
         "student": ("o", "tab:blue"),
         "student_uncached": ("x", "tab:cyan"),

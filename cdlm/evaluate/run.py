@@ -9,8 +9,10 @@ teacher_factor         training-free: the factor rule (Fast-dLLM)
 teacher_entropy_bound  training-free: an entropy bound (EB-Sampler)
 teacher_prefix_cache   training-free: confidence threshold with Fast-dLLM's prefix cache (approximate)
 teacher_dual_cache     the same with its dual cache
+teacher_interval_cache one token a step with dLLM-Cache's refresh of the prompt's and the answer's cache by intervals (approximate)
 teacher_block_causal   the teacher's weights under the student's mask and cache, one token a step, untrained
 autoregressive         one token after another, greedy: blocks of one token; the model that bd3lm starts from, or the one that ar trained
+autoregressive_model   another model, an autoregressive one of evaluate.autoregressive, by transformers' own cached greedy generate
 student_sequential     the student, one token a step
 student                block-causal, exact block cache, confidence threshold
 student_uncached       the student without its cache
@@ -25,8 +27,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from cdlm import data
-from cdlm.decode import DecodeConfig, Decoded, Step, decode
+from cdlm.decode import Callback, DecodeConfig, Decoded, Step, decode
 from cdlm.evaluate.clock import FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
 from cdlm.families.base import DiffusionLM
 
@@ -37,7 +41,8 @@ BASES = ("teacher", "autoregressive")  # what a latency ratio is against: the fi
 class Method:
     """A name, its swept parameter (a threshold or a number of steps, None where nothing is swept), and how it decodes.
 
-    weights puts the right weights in place: the adapter off for the teacher where both share one base.
+    weights puts the right weights in place: the adapter off for the teacher where both share one base. generate: what decodes, called as
+        `cdlm.decode.decode` is. blocks: whether it decodes block by block, so that there is a first one.
     """
 
     name: str
@@ -45,6 +50,13 @@ class Method:
     config: DecodeConfig
     model: DiffusionLM
     weights: Callable[[], AbstractContextManager[Any]]
+    generate: Callable[..., Decoded] = decode
+    blocks: bool = True
+
+    def decode(self, prompt_BP: Tensor, valid_BP: Tensor, callback: Callback | None = None) -> Decoded:
+        """Answers to a batch that is on the device, with the right weights."""
+        with self.weights():
+            return self.generate(self.model, prompt_BP, valid_BP, self.config, callback=callback)
 
     @property
     def label(self) -> str:
@@ -74,15 +86,15 @@ class Timed:
     """One call of the clock, on one batch.
 
     group: of the question; None where the batch holds several. output_tokens: of all its rows. places: of its questions among those
-    that were timed. first_block: seconds until the first block was done. later_tokens: output tokens that stand behind each row's first
-    block. peak: bytes of memory.
+    that were timed. first_block: seconds until the first block was done, None for what has no blocks. later_tokens: output tokens that
+    stand behind each row's first block. peak: bytes of memory.
     """
 
     group: str | None
     seconds: float
     output_tokens: int
     places: tuple[int, ...] = (0,)
-    first_block: float = 0.0
+    first_block: float | None = None
     later_tokens: int = 0
     peak: int = 0
 
@@ -102,9 +114,7 @@ class Measured:
 
 def _decode(method: Method, examples: list[data.Example]) -> Decoded:
     prompt, valid = data.pad_left([example.prompt_ids for example in examples], method.model.facts.pad_token_id)
-    device = method.model.device
-    with method.weights():
-        return decode(method.model, prompt.to(device), valid.to(device), method.config)
+    return method.decode(prompt.to(method.model.device), valid.to(method.model.device))
 
 
 def score(method: Method, examples: list[data.Example], tokenizer, batch_size: int) -> list[Row]:
@@ -124,7 +134,8 @@ def score(method: Method, examples: list[data.Example], tokenizer, batch_size: i
 
 
 def time_all(
-    measured: Iterable[Measured], examples: list[data.Example], warmup: int, repeats: int, batch_sizes: Iterable[int] = (1,)
+    measured: Iterable[Measured], examples: list[data.Example], warmup: int, repeats: int, batch_sizes: Iterable[int] = (1,),
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Latencies at each batch size, methods interleaved batch by batch; the first `warmup` batches are run once before the clock.
 
@@ -136,10 +147,14 @@ def time_all(
         for m in timed:
             for places in batches[:warmup]:
                 _decode(m.method, [examples[i] for i in places])
-        for _ in range(repeats):
-            for places in batches:
+        began = said = time.monotonic()
+        for repeat in range(repeats):
+            for number, places in enumerate(batches, start=1 + repeat * len(batches)):
                 for m in timed:
                     m.times.append(_timed(m.method, examples, places))
+                if (now := time.monotonic()) - said > 10:
+                    said, left = now, (now - began) / number * (repeats * len(batches) - number)
+                    say(f"evaluate: latency at batch {size}: {number} of {repeats * len(batches)}, about {left:.0f} s left")
 
 
 def _timed(method: Method, examples: list[data.Example], places: tuple[int, ...]) -> Timed:
@@ -152,7 +167,7 @@ def _timed(method: Method, examples: list[data.Example], places: tuple[int, ...]
 
     def call() -> Decoded:
         notes.append(FirstBlock(model.device))
-        return decode(model, prompt, valid, config, callback=notes[0])
+        return method.generate(model, prompt, valid, config, callback=notes[0])
 
     with method.weights():
         spent, out = seconds(call, model.device)
@@ -160,7 +175,8 @@ def _timed(method: Method, examples: list[data.Example], places: tuple[int, ...]
     later = [max(0, tokens - (config.block_length - tail)) for tokens, tail in zip(out.output_tokens, tails, strict=True)]
     groups = {example.group for example in batch}
     return Timed(
-        batch[0].group if len(groups) == 1 else None, spent, sum(out.output_tokens), places, notes[0].seconds(), sum(later),
+        batch[0].group if len(groups) == 1 else None, spent, sum(out.output_tokens), places,
+        notes[0].seconds() if method.blocks else None, sum(later),
         peak_memory(model.device),
     )
 
@@ -185,8 +201,7 @@ def reveals(method: Method, example: data.Example, tokenizer) -> dict[str, Any]:
     seen = _Reveals(method.config.max_new_tokens)
     prompt, valid = data.pad_left([example.prompt_ids], method.model.facts.pad_token_id)
     device = method.model.device
-    with method.weights():
-        out = decode(method.model, prompt.to(device), valid.to(device), method.config, callback=seen)
+    out = method.decode(prompt.to(device), valid.to(device), seen)
     ids, ends = out.ids_BN[0, : out.output_tokens[0]].tolist(), method.model.facts.eos_token_ids
     text = tokenizer.decode(out.answer(0, ends), skip_special_tokens=False)
     return {
@@ -241,8 +256,8 @@ def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
     """What the clock saw of every method at every batch size, over all tasks. Seconds are those of a call, that is of a whole batch.
 
     ratio: how many times faster than the base (see BASES), with `low` and `high`. first_block_s: median seconds until the first block
-    was done. per_token_s: median, over the calls that wrote tokens behind the first block, of the remaining seconds over those tokens
-    (`per_token_n` such calls; null if none). peak_memory_bytes: the most of all calls.
+    was done (null for what has no blocks). per_token_s: median, over the calls that wrote tokens behind the first block, of the remaining
+    seconds over those tokens (`per_token_n` such calls; null if none). peak_memory_bytes: the most of all calls.
     """
     out = []
     for size in sorted({timed.batch for m in measured for timed in m.times}):
@@ -255,11 +270,15 @@ def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
             own = _by_batch(times)
             faster = speedup([base_seconds[key] for key in own], list(own.values()), seed=seed)
             latency = Latency.of([timed.seconds for timed in times])
-            later = [(timed.seconds - timed.first_block) / timed.later_tokens for timed in times if timed.later_tokens]
+            firsts = [timed.first_block for timed in times if timed.first_block is not None]
+            later = [
+                (timed.seconds - timed.first_block) / timed.later_tokens
+                for timed in times if timed.later_tokens and timed.first_block is not None
+            ]  # fmt: skip
             out.append({
                 "method": m.method.name, "parameter": m.method.parameter, "batch": size, "calls": len(times),
                 "p10_s": latency.p10, "median_s": latency.median, "p90_s": latency.p90, "base": timed_methods[base][0].method.name,
-                "ratio": _plain(faster), "first_block_s": statistics.median(timed.first_block for timed in times),
+                "ratio": _plain(faster), "first_block_s": statistics.median(firsts) if firsts else None,
                 "per_token_s": statistics.median(later) if later else None, "per_token_n": len(later),
                 "tps": ratio(sum(timed.output_tokens for timed in times), sum(timed.seconds for timed in times)),
                 "peak_memory_bytes": max(timed.peak for timed in times),
