@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher ar ablation eval results smoke kernels gpu-check test check clean
+.PHONY: setup distill teacher baseline-ar ablation eval bench results smoke kernels gpu-check test check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
@@ -27,12 +27,17 @@ TASKS ?= small_world
 eval: $(VENV)/.dev
 	$(BIN)/cdlm eval $(MODEL) --tasks $(TASKS) $(ARGS)
 
+# A finished run's student beside every baseline, growth with length, and the time around the forwards (what is spent outside the model
+# in a decoding step, and a training step against its forwards and backwards alone): runs/<name>/bench.
+bench: $(VENV)/.run
+	$(BIN)/cdlm bench $(RECIPE) $(ARGS)
+
 # Trains the small world's autoregressive model again from nothing, and puts it in place of the committed one.
-ar: $(VENV)/.run
+baseline-ar: $(VENV)/.run
 	$(BIN)/cdlm distill recipes/tiny-ar.yaml $(ARGS)
 	rm -rf recipes/tiny/ar && cp -r runs/tiny-ar/export recipes/tiny/ar
 
-# Puts the numbers of a run (runs/tiny, or RUN=runs/tiny-a2d) into eval/results and README.md.
+# Puts the numbers of a run (runs/tiny, or RUN=runs/tiny-a2d, or RUN=runs/tiny/bench) into eval/results and README.md.
 RUN ?= runs/tiny
 results: $(VENV)/.run
 	$(BIN)/python eval/readme.py $(RUN)

@@ -1,6 +1,6 @@
 """Copies a run's report into eval/results/<name> and writes its table into README.md, between the two comments of that name.
 
-    python eval/readme.py runs/tiny          # what `make results` runs; runs/tiny-a2d has a place there too
+    python eval/readme.py runs/tiny          # what `make results` runs; runs/tiny-a2d and runs/tiny/bench have a place there too
     python eval/readme.py --check            # README.md says what the reports in eval/results say, or exit status 1
 """
 
@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cdlm.evaluate import report
+from cdlm import bench
+from cdlm.evaluate import growth, overhead, report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
-FILES = ("report.json", "report.md", "pareto.png")
+FILES = ("report.json", "report.md", "report.html", "pareto.png")
 PLACES = {  # name of a run -> the comments between which its table stands
     "tiny": ("<!-- results -->\n", "<!-- /results -->"),
+    "tiny-bench": ("<!-- results of tiny-bench -->\n", "<!-- /results of tiny-bench -->"),
     "tiny-a2d": ("<!-- results of tiny-a2d -->\n", "<!-- /results of tiny-a2d -->"),
 }
 PER_TASK = {  # the methods of the second table, where they were run
@@ -40,6 +42,13 @@ def block(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", report.markdown_table(report.table(rows)), "", *per_task, ""])
 
 
+def bench_block(found: dict[str, Any]) -> str:
+    """The table of `cdlm bench`, and what it says of growth and of the time around the forwards."""
+    lines = [report.markdown_table(bench.table(found), bench.COLUMNS), ""]
+    lines += [f"- {line}" for line in growth.lines(found["growth"]) + overhead.lines(found["overhead"])]
+    return "\n".join([*lines, ""])
+
+
 def written(readme: str, name: str, text: str) -> str:
     """README.md with the block of a run in its place."""
     start, end = PLACES[name]
@@ -51,14 +60,16 @@ def main(arguments: list[str]) -> int:
     readme = ROOT / "README.md"
     if arguments != ["--check"]:
         folder = Path(arguments[0])
-        if folder.name not in PLACES:
-            raise SystemExit(f"README.md has no place for {folder.name}; it has for {', '.join(PLACES)}")
-        (RESULTS / folder.name).mkdir(parents=True, exist_ok=True)
+        place = f"{folder.parent.name}-bench" if folder.name == "bench" else folder.name
+        if place not in PLACES:
+            raise SystemExit(f"README.md has no place for {place}; it has for {', '.join(PLACES)}")
+        (RESULTS / place).mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            shutil.copyfile(folder / name, RESULTS / folder.name / name)
+            shutil.copyfile(folder / name, RESULTS / place / name)
     text = readme.read_text()
     for name in PLACES:
-        text = written(text, name, block(json.loads((RESULTS / name / "report.json").read_text())))
+        found = json.loads((RESULTS / name / "report.json").read_text())
+        text = written(text, name, bench_block(found) if name.endswith("-bench") else block(found))
     if arguments == ["--check"]:
         return int(readme.read_text() != text)
     readme.write_text(text)
