@@ -248,8 +248,9 @@ def test_another_models_tokenizer_is_refused(teacher, tmp_path, capsys):
 
 
 def test_costs_find_chosen_documents():
-    lm = type("L", (), {"costs": {("t", 0): [{"n": 1}], ("t", 1): [{"n": 2}]}})()
-    results = {"results": {}, "samples": {"t": [{"doc_id": 4}, {"doc_id": 9}]}}
+    costs = {("t", 0): [{"n": 1}], ("t", 1): [{"n": 2}]}
+    lm = type("L", (), {"costs": costs, "gather_object": lambda self, own: [own]})()
+    results = {"results": {}, "samples": {"t": [{"doc_id": 4, "filter": "none"}, {"doc_id": 9, "filter": "none"}]}}
     harness.add_costs(results, lm, {"t": [4, 9]})
     assert [sample["costs"] for sample in results["samples"]["t"]] == [[{"n": 1}], [{"n": 2}]]
 
