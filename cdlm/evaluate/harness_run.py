@@ -67,9 +67,14 @@ def find_tasks(cfg: EvaluatorConfig) -> TaskManager:
                 f"task {name}: its data or metric can't be read: {type(error).__name__}: {error}; a task of the Hub needs the "
                 "network once, gsm8k_local, humaneval_local and small_world read files"
             ) from None
-        except ValueError as error:
-            hint = "; the Hub's code tasks need HF_ALLOW_CODE_EVAL=1 in the environment" if cfg.confirm_run_unsafe_code else ""
-            raise ValueError(f"task {name} can't be loaded: {error}{hint if os.environ.get('HF_ALLOW_CODE_EVAL') != '1' else ''}") from None
+        except IndexError as error:  # the harness looks at the first one
+            raise ValueError(f"task {name} has no questions, or can't be loaded: {error}") from None
+        except ImportError as error:
+            raise ValueError(f"task {name} needs packages that are not here: {error}") from None
+        except (ValueError, TypeError, LookupError, AssertionError) as error:
+            code = cfg.confirm_run_unsafe_code and os.environ.get("HF_ALLOW_CODE_EVAL") != "1"
+            hint = "; code tasks of the Hub need HF_ALLOW_CODE_EVAL=1 in the environment" if code else ""
+            raise ValueError(f"task {name} can't be loaded: {type(error).__name__}: {error}{hint}") from None
         unsafe = [name for name, one in loaded.items() if getattr(one, "UNSAFE_CODE", False)]
         if unsafe and not cfg.confirm_run_unsafe_code:
             raise ValueError(f"task {', '.join(unsafe)} runs code that the model wrote; --confirm_run_unsafe_code says that it may")
