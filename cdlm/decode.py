@@ -179,6 +179,7 @@ class Step:
 
 
 Callback = Callable[[Step], None]
+Ends = Callable[[int, list[int]], bool]
 
 
 @dataclass
@@ -190,7 +191,7 @@ class Decoded:
         N + block_length - 1 where blocks start at position 0: the last block is filled whole there, and cut to the budget.
     output_tokens: tokens up to and with the first end-of-sequence token.
     decoded_tokens: slots that were filled, those behind the end-of-sequence token included.
-    stop: "eos" or "length".
+    stop: "eos", "length" (the budget is used up), or "ends" (before that, as the caller's `ends` said).
     """
 
     ids_BN: Tensor
@@ -433,6 +434,7 @@ def decode(
     callback: Callback | None = None,
     seeds: list[int] | None = None,
     rule: unmask.Rule | None = None,
+    ends: Ends | None = None,
 ) -> Decoded:
     """Answers to a batch of left-padded prompts.
 
@@ -442,6 +444,8 @@ def decode(
     seeds: one a row, needed when temperature > 0.
     rule: a reveal rule in place of the config's. It may also name answer slots of the block that are filled already: they are written
         again. It gets the scores of `config.order`.
+    ends: called after every block with a row and its answer so far, an end-of-sequence token and what follows it included. Where it says
+        True the row stops, at the places where it may stop for an end-of-sequence token; nothing is cut off.
     Raises FloatingPointError, with block and step, when a logit is not finite.
 
     Where a family's blocks start at position 0, the tail of a prompt stands at the head of the first block; it is seen by that block
@@ -527,6 +531,10 @@ def decode(
         going_A = canvas.end_B[row_A] > end
         if config.stop_at_eos:
             ended_B[row_A] |= (torch.isin(block_AS, eos) & answer_AS).any(dim=1)
+        if ends is not None:
+            said = [ends(row, canvas.ids_BG[row, tails[row] : end].tolist()) for row in rows]
+            ended_B[row_A] |= torch.tensor(said, device=device)
+        if config.stop_at_eos or ends is not None:
             going_A &= ~(ended_B[row_A] & ((start_B[row_A] + end) % (config.stop_length or config.block_length) == 0))
         row_A = row_A[going_A]
         if row_A.shape[0] == 0:
@@ -546,9 +554,9 @@ def _trim(
     output_tokens, stop, ids_BN = [], [], filled_BM[:, :budget].clone()
     for row, ids in enumerate(ids_BN.tolist()):
         within = min(decoded[row], budget)
-        ends = [i for i, token in enumerate(ids[:within]) if token in eos_token_ids]
-        output_tokens.append(ends[0] + 1 if ends else within)
-        stop.append("eos" if ends else "length")
+        eos = [i for i, token in enumerate(ids[:within]) if token in eos_token_ids]
+        output_tokens.append(eos[0] + 1 if eos else within)
+        stop.append("eos" if eos else "length" if within == budget else "ends")
         ids_BN[row, output_tokens[-1] :] = pad_token_id
         if mask_token_id in ids[: output_tokens[-1]]:
             raise RuntimeError(f"row {row} still holds a mask token after decoding; this is a bug in the decoder")

@@ -150,6 +150,41 @@ def test_steps_cut_a_budget_exactly():
     assert out.steps == [10]
 
 
+@pytest.mark.parametrize("values", [
+    {}, {"use_cache": False}, {"block_causal": False, "use_cache": False},
+    {"block_causal": False, "use_cache": False, "approximate_cache": "dual"}, {"stop_at_eos": False},
+    {"stop_length": 16, "max_new_tokens": 40},
+])  # fmt: skip
+def test_a_row_that_the_caller_ends_is_a_whole_decoding_cut_where_a_block_ends(values):
+    """`ends` here: a token above 50. What was decoded by then is untouched, the other rows too, and a batch equals each row alone."""
+    model, asked = random_model(), config(**values)
+    ids, valid = random_prompts([5, 9, 12, 3])
+    heard = []
+
+    def ends(row, tokens):
+        heard.append((row, len(tokens)))
+        return any(token > 50 for token in tokens)
+
+    whole, cut = decode(model, ids, valid, asked), decode(model, ids, valid, asked, ends=ends)
+    every = asked.stop_length or asked.block_length
+    for row in range(4):
+        answer = whole.filled_BM[row, : whole.decoded_tokens[row]].tolist()
+        first = next((i for i, token in enumerate(answer) if token > 50), None)
+        length = len(answer) if first is None else min(len(answer), (first // every + 1) * every)
+        assert cut.decoded_tokens[row] == length and cut.filled_BM[row, :length].tolist() == answer[:length]
+        assert (row, 8) in heard
+        if length < len(answer):
+            end = answer.index(2) + 1 if 2 in answer[:length] else None  # met on the way, with stop_at_eos False
+            assert cut.steps[row] < whole.steps[row]
+            assert (cut.stop[row], cut.output_tokens[row]) == (("ends", length) if end is None else ("eos", end))
+        else:
+            assert (cut.stop[row], cut.steps[row]) == (whole.stop[row], whole.steps[row])
+        alone = decode(model, ids[row][valid[row]][None], torch.ones(1, int(valid[row].sum()), dtype=torch.bool), asked, ends=ends)
+        assert torch.equal(alone.ids_BN[0], cut.ids_BN[row])
+        assert (alone.steps[0], alone.forwards[0], alone.stop[0]) == (cut.steps[row], cut.forwards[row], cut.stop[row])
+    assert "ends" in cut.stop and len(set(cut.decoded_tokens)) > 1
+
+
 def test_stopping_at_the_end_token_finishes_its_block_and_counts_up_to_it():
     """A model that says the end token (2) everywhere: one block of 8 is filled, one token is output."""
     model = random_model()

@@ -2,15 +2,21 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
+import lm_eval
 import pytest
 import torch
 from conftest import TINY, random_hf, random_model
+from hypothesis import given
+from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from mini import save_teacher
+from lm_eval.tasks import TaskManager
+from mini import questions, save_teacher
 
 from cdlm import cli, data, families
 from cdlm.evaluate import harness, likelihood
@@ -96,6 +102,43 @@ def test_text_ends_before_the_first_stop_string(teacher):
     assert harness.trim("abc", []) == "abc" and harness.trim("abc", ["x", ""]) == "abc" and harness.trim("abc", ["a"]) == ""
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("attention", ["full", "block_causal"])
+def test_decoding_stops_at_a_stop_string_and_the_text_is_the_whole_one_cut(teacher, batch_size, attention):
+    """Every second prompt has two characters of its own text as its stop string, the others one that never comes."""
+    prompts = [row["prompt"] for row in questions(12, seed=4)]
+    whole, lm = (lm_of(teacher, attention=attention, batch_size=batch_size) for _ in range(2))
+    texts = whole.generate_until(generation(prompts, max_gen_toks=40))
+    requests = generation(prompts, max_gen_toks=40)
+    for i, text in enumerate(texts):
+        requests[i].args[1]["until"] = [text[3:5]] if i % 2 == 0 and len(text) > 4 else ["no such string"]
+    assert lm.generate_until(requests) == [harness.trim(text, r.args[1]["until"]) for text, r in zip(texts, requests, strict=True)]
+    fewer = 0
+    for i, request in enumerate(requests):
+        (before,), (after,), (stop,) = whole.costs["t", i], lm.costs["t", i], request.args[1]["until"]
+        if stop not in texts[i]:
+            assert all(before[name] == after[name] for name in (*harness.COSTS, "text", "stop"))
+            continue
+        assert after["stop"] == "until" and after["steps"] <= before["steps"] and after["forwards"] <= before["forwards"]
+        fewer += after["steps"] < before["steps"]
+        ids = lm.tokenizer(after["text"], add_special_tokens=False)["input_ids"]
+        assert lm.tokenizer.decode(ids) == after["text"]
+        assert after["output_tokens"] == next(n for n in range(1, len(ids) + 1) if stop in lm.tokenizer.decode(ids[:n]))
+    assert fewer >= 2
+
+
+@given(st.text("abc", max_size=12), st.lists(st.text("abc", max_size=3), max_size=3), st.text("abc", max_size=6))
+def test_a_settled_text_is_cut_alike_whatever_follows(text, until, more):
+    if harness.settled(text, until):
+        assert harness.trim(text + more, until) == harness.trim(text, until) != text
+
+
+def test_a_longer_stop_string_that_may_still_come_is_waited_for():
+    assert harness.settled("xc", ["c"]) and not harness.settled("x", ["c"]) and not harness.settled("x", [""])
+    assert not harness.settled("abc", ["abcd", "c"]) and harness.trim("abcd", ["abcd", "c"]) == ""
+    assert harness.settled("abce", ["abcd", "c"])
+
+
 def test_costs_are_those_of_the_decoder(teacher):
     from cdlm.decode import decode
 
@@ -169,6 +212,30 @@ def test_time_left_is_said_from_the_tenth_sample_on():
     assert said == []
     progress.add(1)
     assert len(said) == 1 and said[0].startswith("eval: 10 of 30 samples in ") and "left" in said[0]
+
+
+def test_a_kill_at_any_byte_of_the_file_loses_only_the_line_that_was_cut(teacher, tmp_path):
+    file = tmp_path / "finished.jsonl"
+    wanted = lm_of(teacher, resume=file).generate_until(generation(PROMPTS[:2]))
+    content = file.read_bytes()
+    first = content.index(b"\n") + 1
+    for length in (0, 1, first - 1, first, first + 1, len(content) - 1):
+        file.write_bytes(content[:length])
+        assert len(harness.Finished(file).rows) == (length >= first)
+        assert file.read_bytes() == (content[:first] if length >= first else b"")
+        assert lm_of(teacher, resume=file).generate_until(generation(PROMPTS[:2])) == wanted
+
+
+def test_processes_keep_files_of_their_own_and_read_all(tmp_path):
+    """What another process is writing is never touched."""
+    for rank in (0, 1, 11):
+        harness.Finished(tmp_path / "a[1].jsonl", rank).add(f"key{rank}", {"text": str(rank)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a[1].jsonl", "a[1].rank1.jsonl", "a[1].rank11.jsonl"]
+    other = tmp_path / "a[1].rank1.jsonl"
+    other.write_bytes(other.read_bytes() + b'{"key": "half')
+    before = other.read_bytes()
+    assert harness.Finished(tmp_path / "a[1].jsonl").rows == {f"key{rank}": {"text": str(rank)} for rank in (0, 1, 11)}
+    assert other.read_bytes() == before and harness.Finished(tmp_path / "a[1].jsonl", 2).rows.keys() == {"key0", "key1", "key11"}
 
 
 # likelihoods
@@ -250,6 +317,52 @@ def test_an_estimate_says_whether_greedy_decoding_writes_it(teacher):
     assert found[0][1] == (len(lm.tok_encode(text)) == 4) and found[1][1] is False
     assert all(math.isfinite(value) and value < 0 for value, _ in found)
     assert lm.get_model_info()["cdlm"]["nelbo_samples"] == 4
+
+
+# the harness's own function
+
+
+TASK = {
+    "task": "mine", "output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}", "test_split": "test",
+    "generation_kwargs": {"until": [], "max_gen_toks": 16}, "metric_list": [{"metric": "exact_match"}],
+}  # fmt: skip
+
+
+def test_simple_evaluate_takes_the_models_name_and_an_object(teacher):
+    """Both give the same scores and samples; the second question's answer is the model's own text."""
+    (_, text, *_) = lm_of(teacher).generate_until(generation(PROMPTS))
+    rows = [{"prompt": prompt, "answer": text if i == 1 else "?"} for i, prompt in enumerate(PROMPTS)]
+    task = {**TASK, "custom_dataset": lambda **ignored: {"test": datasets.Dataset.from_list(rows)}}
+    manager = TaskManager(include_path=None, include_defaults=False)
+    lm = lm_of(teacher)
+    args = f"pretrained={teacher},confidence_threshold=0.5,block_length=8"
+    results = [
+        lm_eval.simple_evaluate(model="cdlm", model_args=args, tasks=[task], batch_size=2, device="cpu", task_manager=manager),
+        lm_eval.simple_evaluate(
+            model="cdlm", model_args={"pretrained": str(teacher), "confidence_threshold": 0.5, "block_length": 8}, tasks=[task],
+            task_manager=manager,
+        ),
+        lm_eval.simple_evaluate(model=lm, tasks=[task], task_manager=manager),
+    ]  # fmt: skip
+    for found in results:
+        assert found["results"]["mine"]["exact_match,none"] == 1 / 4
+        assert found["samples"]["mine"] == results[0]["samples"]["mine"]
+        assert found["config"]["cdlm"]["decode"]["block_length"] == 8 and found["config"]["cdlm"]["processes"] == 1
+    harness.add_costs(results[2], lm)
+    steps = [lm.costs["mine", i][0]["steps"] for i in range(4)]
+    assert results[2]["results"]["mine"]["steps,none"] == sum(steps) / 4
+    assert [sample["costs"][0]["steps"] for sample in results[2]["samples"]["mine"]] == steps
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(teacher, tmp_path):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(teacher, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.add_tokens(["more", "and more"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"the tokenizer has 60 tokens, the model 58: not the tokenizer of this model"):
+        lm_of(tmp_path / "model")
 
 
 # adapters

@@ -1,10 +1,15 @@
 """`cdlm eval` from the command to the files, and the tasks in eval/tasks against the harness's own, on the same rows."""
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import datasets
 import evaluate
+import lm_eval
 import pytest
 from conftest import ROOT
 from lm_eval.tasks import TaskManager
@@ -14,7 +19,7 @@ from mini import save_teacher
 from cdlm import cli, data
 from cdlm.evaluate import harness, harness_run
 
-TASKS = ROOT / "eval" / "tasks"
+TASKS, HARNESS = ROOT / "eval" / "tasks", Path(lm_eval.__file__).parent
 GSM8K = ROOT / "tests" / "fixtures" / "gsm8k" / "test_20.jsonl"
 
 
@@ -29,10 +34,11 @@ def teacher(tmp_path_factory):
 def few_tasks(monkeypatch):
     """Of the harness's own tasks, of which there are thousands of files, only those asked for here are read."""
     read = TaskIndex._iter_yaml_files
-    kept = ("gsm8k-cot.yaml", "humaneval.yaml", "humaneval_instruct.yaml")
+    kept = ("gsm8k-cot.yaml", "humaneval.yaml", "humaneval_instruct.yaml", "mbpp.yaml", "mbpp_instruct.yaml")
 
     def few(root: Path):
-        return read(root) if root == TASKS else [path for name in ("gsm8k", "humaneval") for path in read(root / name) if path.name in kept]
+        folders = [root / name for name in ("gsm8k", "humaneval", "mbpp")] if root.is_relative_to(HARNESS) else [root]
+        return [path for folder in folders for path in read(folder) if path.name in kept or not root.is_relative_to(HARNESS)]
 
     monkeypatch.setattr(TaskIndex, "_iter_yaml_files", staticmethod(few))
 
@@ -147,6 +153,99 @@ def test_a_program_that_does_not_end_has_failed(tmp_path):
     assert runs("pass") and not runs("while True: pass", seconds=0.5) and not runs("raise SystemExit(3)")
 
 
+class CodeEval:
+    """The Hub's code_eval, as far as these tasks call it: programs are run, where the environment allows it. broken: what it says of every
+    program instead."""
+
+    def __init__(self, broken: float | None = None):
+        self.broken = broken
+
+    def compute(self, references, predictions, k):
+        if os.environ.get("HF_ALLOW_CODE_EVAL") != "1":
+            raise ValueError("code_eval executes untrusted code")
+        with tempfile.TemporaryDirectory() as folder:
+            file, passed = Path(folder) / "program.py", []
+            for reference, programs in zip(references, predictions, strict=True):
+                for program in programs:
+                    file.write_text(f"{program}\n{reference}\n")
+                    passed.append(subprocess.run([sys.executable, "-I", str(file)], capture_output=True, timeout=20).returncode == 0)
+        return {f"pass@{n}": sum(passed) / len(passed) if self.broken is None else self.broken for n in k}, {}
+
+
+MBPP = {
+    "task_id": 11, "text": "Write a function that doubles.", "code": "def twice(a):\n    return 2 * a", "test_setup_code": "",
+    "test_list": ["assert twice(1) == 2", "assert twice(2) == 4", "assert twice(3) == 6"], "challenge_test_list": [],
+}  # fmt: skip
+CODE = ("humaneval", "humaneval_instruct", "mbpp", "mbpp_instruct")
+
+
+def hub_code(monkeypatch, metric: CodeEval) -> None:
+    """The Hub's code tasks as they are, over one row each, scored by `metric`."""
+    short = {"task_id": "s", "prompt": "def f(a):\n", "entry_point": "f", "test": "def check(c):\n    assert c(1) == 1\n"}
+    rows = {"openai/openai_humaneval": [short], "google-research-datasets/mbpp": [MBPP]}
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, path, **k: {"test": datasets.Dataset.from_list(rows[path])})
+    monkeypatch.setattr(evaluate, "load", lambda *a, **k: metric)
+    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.") and name.endswith(".utils")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_the_hubs_code_tasks_are_tried_through_their_own_metric(monkeypatch, name):
+    hub_code(monkeypatch, CodeEval())
+    task = TaskManager().load([name])["tasks"][name]
+    harness_run.try_metric(name, task)
+    (doc, start) = next((doc, start) for needed, doc, start in harness_run.KNOWN if needed <= set(task.eval_docs[0]))
+    form = {"mbpp_instruct": "\n{}```"}.get(name, "{}")
+    assert harness_run.scores(task, doc, form.format(start + "    return b + a\n")) == [1.0]
+    assert harness_run.scores(task, doc, form.format(start + "    return 5\n")) == [0.0]
+
+
+@pytest.mark.parametrize("broken", [0.0, 1.0, 0.5])
+@pytest.mark.parametrize("name", ["humaneval_instruct", "mbpp_instruct"])
+def test_a_code_task_whose_metric_is_broken_is_refused_before_a_model_is_read(monkeypatch, capsys, name, broken):
+    hub_code(monkeypatch, CodeEval(broken))
+    assert cli.main(["eval", "nowhere", "--tasks", name, "--confirm_run_unsafe_code"]) == 2
+    said = capsys.readouterr().err
+    assert f"task {name}: a right program must score 1 and a wrong one 0" in said and f"[{broken}] and [{broken}]" in said
+
+
+def test_a_metric_that_fails_or_may_not_run_is_one_error_too(monkeypatch, capsys):
+    hub_code(monkeypatch, CodeEval())
+    flags = ["eval", "nowhere", "--tasks", "mbpp_instruct", "--confirm_run_unsafe_code"]
+    right = CodeEval.compute
+    monkeypatch.setattr(CodeEval, "compute", lambda *a, **k: 1 / 0 if "a + b" in k["predictions"][0][0] else right(*a, **k))
+    assert cli.main(flags) == 2
+    assert "task mbpp_instruct: its metric fails on a known program: ZeroDivisionError" in capsys.readouterr().err
+    hub_code(monkeypatch, CodeEval())
+    monkeypatch.delenv("HF_ALLOW_CODE_EVAL")
+    assert cli.main(flags) == 2
+    said = capsys.readouterr().err
+    assert "task mbpp_instruct can't be loaded: ValueError: code_eval executes untrusted code" in said and "HF_ALLOW_CODE_EVAL=1" in said
+
+
+def test_a_code_task_of_another_form_is_refused(monkeypatch, capsys, tmp_path):
+    (tmp_path / "odd.yaml").write_text(
+        "task: odd\nunsafe_code: true\noutput_type: generate_until\ntest_split: test\ndoc_to_text: x\ndoc_to_target: y\n"
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {write(tmp_path / 'rows.jsonl', [{'question': 'q'}])}}}}}\n"
+        "metric_list: [{metric: exact_match}]\n"
+    )
+    flags = ["--tasks", "odd", "--include_path", str(tmp_path)]
+    assert cli.main(["eval", "nowhere", *flags]) == 2 and "--confirm_run_unsafe_code" in capsys.readouterr().err
+    assert cli.main(["eval", "nowhere", *flags, "--confirm_run_unsafe_code"]) == 2
+    assert "neither HumanEval's nor MBPP's form" in capsys.readouterr().err
+
+
+def test_a_code_task_from_the_command_to_the_score(monkeypatch, teacher, tmp_path, capsys):
+    hub_code(monkeypatch, CodeEval())
+    out = tmp_path / "out"
+    flags = ["--tasks", "humaneval_instruct", "--gen_kwargs", "max_gen_toks=8", "--output_path", str(out)]
+    assert run(teacher, *flags) == 2 and "--confirm_run_unsafe_code" in capsys.readouterr().err and not out.exists()
+    assert run(teacher, *flags, "--confirm_run_unsafe_code") == 0
+    found = json.loads(next(out.rglob("results_*.json")).read_text())["results"]["humaneval_instruct"]
+    assert found["pass@1,create_test"] == 0.0 and found["steps,none"] > 0
+
+
 def test_small_world_takes_every_accepted_answer():
     task = local("small_world")
     rows = list(task.eval_docs)
@@ -218,6 +317,12 @@ def test_a_run_from_the_command_to_its_files(teacher, tmp_path, capsys):
         (["--tasks", "gsm8k_local", "--metadata", "gsm8k_file=OTHER"], ["row 1 has no question, answer", "task_id"]),
         (["--tasks", "humaneval_local", "--metadata", "humaneval_file=OTHER"], ["--confirm_run_unsafe_code"]),
         (["--tasks", "small_world", "--model_args", "treshold=0.5"], ["unknown treshold", "confidence_threshold"]),
+        (["--tasks", "small_world", "--limit", "0"], ["--limit is 0", "above 0"]),
+        (["--tasks", "small_world", "--limit", "-2"], ["--limit is -2"]),
+        (["--tasks", "small_world", "--samples", '{"small_world": [0, 400]}'], ["documents 0 to 399", "[0, 400]"]),
+        (["--tasks", "small_world", "--samples", '{"small_world": []}'], ["no documents of task small_world"]),
+        (["--tasks", "small_world", "--samples", '{"other": [0]}'], ["--samples names other", "small_world"]),
+        (["--tasks", "small_world_chain", "--metadata", "small_world_file=COPIES"], ["small_world_chain has no questions"]),
         (["--tasks", "small_world", "--batch_size", "auto"], ["batch_size is 'auto'"]),
         (["--tasks", "small_world", "--device", "cuda:7"], ["device is 'cuda:7'"]),
         (["--tasks", "small_world", "--include_path", "nowhere"], ["--include_path nowhere"]),
@@ -230,11 +335,31 @@ def test_a_run_from_the_command_to_its_files(teacher, tmp_path, capsys):
 def test_bad_input_is_one_line(teacher, tmp_path, capsys, flags, words):
     (tmp_path / "EMPTY.jsonl").write_text("")
     write(tmp_path / "OTHER.jsonl", problems(1))
-    for name in ("EMPTY", "OTHER"):
+    write(tmp_path / "COPIES.jsonl", [{"task": "copy", "prompt": "copy:ab", "answer": "ab"}])
+    for name in ("EMPTY", "OTHER", "COPIES"):
         flags = [flag.replace(f"={name}", f"={tmp_path / name}.jsonl") for flag in flags]
     assert run(teacher, *flags) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cdlm: error: ")]
     assert all(word in line for word in words), line
+
+
+def test_more_processes_than_questions_are_refused(monkeypatch, teacher, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert run(teacher, "--tasks", "small_world", "--limit", "2") == 2
+    assert "small_world has 2 questions for 3 processes; start at most 2" in capsys.readouterr().err
+
+
+def test_chosen_documents_keep_their_numbers_in_whatever_order_they_are_typed(teacher, tmp_path):
+    rows = [{"task": "copy", "prompt": f"copy:{i}", "answer": "?"} for i in range(4)]
+    flags = [
+        "--tasks", "small_world", "--metadata", f"small_world_file={write(tmp_path / 'rows.jsonl', rows)}",
+        "--gen_kwargs", "max_gen_toks=8", "--samples", '{"small_world": [3, 1, 3]}',
+        "--output_path", str(tmp_path / "out"), "--log_samples",
+    ]  # fmt: skip
+    assert run(teacher, *flags) == 0
+    found = [json.loads(line) for line in next((tmp_path / "out").rglob("samples_*.jsonl")).read_text().splitlines()]
+    assert [(row["doc_id"], row["doc"]["prompt"]) for row in found] == [(1, "copy:1"), (3, "copy:3")]
+    assert all(len(row["costs"]) == 1 for row in found)
 
 
 def test_another_models_tokenizer_is_refused(teacher, tmp_path, capsys):
@@ -248,8 +373,9 @@ def test_another_models_tokenizer_is_refused(teacher, tmp_path, capsys):
 
 
 def test_costs_find_chosen_documents():
-    lm = type("L", (), {"costs": {("t", 0): [{"n": 1}], ("t", 1): [{"n": 2}]}})()
-    results = {"results": {}, "samples": {"t": [{"doc_id": 4}, {"doc_id": 9}]}}
+    costs = {("t", 0): [{"n": 1}], ("t", 1): [{"n": 2}]}
+    lm = type("L", (), {"costs": costs, "gather_object": lambda self, own: [own]})()
+    results = {"results": {}, "samples": {"t": [{"doc_id": 4, "filter": "none"}, {"doc_id": 9, "filter": "none"}]}}
     harness.add_costs(results, lm, {"t": [4, 9]})
     assert [sample["costs"] for sample in results["samples"]["t"]] == [[{"n": 1}], [{"n": 2}]]
 

@@ -1,15 +1,20 @@
 """The model `cdlm` of lm-eval, which is used as it is. Knows the harness and the decoder; knows no recipe and no task.
 
 `generate_until` decodes with `cdlm.decode.decode`, as `cdlm generate` does: the same prompt gives the same text. Of every sample it keeps
-what it cost. Importing this module makes the name known: `lm_eval.simple_evaluate(model="cdlm", model_args="pretrained=FOLDER", ...)`.
+what it cost. Started by `accelerate launch`, each process decodes the share of the samples that the harness gives it. Importing this module
+makes the name known: `lm_eval.simple_evaluate(model="cdlm", model_args="pretrained=FOLDER", ...)`.
 """
 
+import glob
 import hashlib
 import json
+import os
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,21 +53,32 @@ class Asked:
 
 
 class Finished:
-    """Samples that are done, a JSON object a line in a file, so that a run that was killed goes on. A line cut short is left out."""
+    """Samples that are done, a JSON object a line in a file, so that a run that was killed goes on. A line cut short is left out.
 
-    def __init__(self, path: Path | None):
-        self.path, self.rows = path, {}
-        if path is None or not path.is_file():
+    Each process writes a file of its own (NAME.jsonl, NAME.rank1.jsonl, ...) and reads those of all, so that a run may go on with
+    another number of processes.
+    """
+
+    def __init__(self, path: Path | None, rank: int = 0):
+        self.path, self.rows = path, dict[str, dict[str, Any]]()
+        if path is None:
             return
-        whole, _, cut = path.read_bytes().rpartition(b"\n")
-        if cut:  # killed while writing: drop it, so that the next line starts on its own
-            path.write_bytes(whole + b"\n" if whole else b"")
+        self.path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+        for file in (path, *sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*{path.suffix}"))):
+            if file.is_file():
+                self._read(file)
+
+    def _read(self, file: Path) -> None:
+        content = file.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if file == self.path and len(whole) < len(content):  # killed while writing: drop it, so that the next line starts on its own
+            os.truncate(file, len(whole))
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 row = json.loads(line)
                 self.rows[row.pop("key")] = row
             except (ValueError, KeyError, AttributeError):
-                raise ValueError(f"{path}, line {number} is no finished sample; move the file away to start again") from None
+                raise ValueError(f"{file}, line {number} is no finished sample; move the file away to start again") from None
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Keep a sample, on disk before the next batch starts."""
@@ -95,6 +111,25 @@ def trim(text: str, until: Iterable[str]) -> str:
     """The text before the first of the strings that end it."""
     places = [place for stop in until if stop and (place := text.find(stop)) >= 0]
     return text[: min(places)] if places else text
+
+
+def settled(text: str, until: Iterable[str]) -> bool:
+    """Whether one of the strings is in the text, and nothing that may follow can change what `trim` leaves."""
+    stops = [stop for stop in until if stop]
+    place = len(trim(text, stops))
+    return place < len(text) and not any(stop.startswith(text[i:]) for i in range(place) for stop in stops)
+
+
+def processes(device: str) -> Any:
+    """The Accelerator of a process that `accelerate launch` (or torchrun) started beside others; None in a process that is alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    try:
+        from accelerate import Accelerator, InitProcessGroupKwargs
+    except ModuleNotFoundError:
+        raise ValueError("WORLD_SIZE is above 1; several processes need accelerate: pip install 'cdlm[train]'") from None
+    # The fastest process waits for the slowest, however long that takes.
+    return Accelerator(cpu=torch.device(device).type == "cpu", kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])
 
 
 def fingerprint(path_or_id: str) -> list[Any]:
@@ -138,18 +173,49 @@ class CDLM(TemplateLM):
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError):
             raise ValueError(f"device is {device!r}; this machine has no such device, cpu is always there") from None
+        self.accelerator = processes(device)
+        if self.accelerator is not None:
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+            device = str(self.accelerator.device)
         self.stated = families.read_config(pretrained)
         self.model = families.load(pretrained, family=family, dtype=dtype, device=device)
         self.tokenizer = families.load_tokenizer(pretrained, self.model.facts)
+        vocabulary = self.model.hf.get_input_embeddings().num_embeddings
+        if len(self.tokenizer) > vocabulary:
+            raise ValueError(f"the tokenizer has {len(self.tokenizer)} tokens, the model {vocabulary}: not the tokenizer of this model")
         self.pretrained, self.dtype, self.batch_size, self.seed = str(pretrained), dtype, int(batch_size), seed
         self._device, self.nelbo_samples = self.model.device, nelbo_samples
         self.values = {"attention": attention, **decoding}
         self.decoding = resolve(self.model, self.stated, **self.values)
-        self.finished = Finished(Path(resume) if resume is not None else None)
-        self.say = say if say is not None else lambda text: print(text, file=sys.stderr, flush=True)
+        self.finished = Finished(Path(resume) if resume is not None else None, self.rank)
+        speak = say if say is not None else lambda text: print(text, file=sys.stderr, flush=True)
+        self.say = speak if self.rank == 0 else lambda text: None
         self.templated: set[str] = set()
-        self.costs: dict[tuple[str | None, int | None], list[dict[str, Any]]] = {}
+        self.costs: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self.identity = json.dumps([fingerprint(self.pretrained), family, dtype, seed, __version__, version("transformers")])
+
+    # what the harness asks of one process among several
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a number that each process has, [world_size]: here this process's own, as often as there are processes.
+
+        The harness gathers nothing but how many requests each has, and repeats the last one where one has fewer, for models whose forwards
+        need all processes at once. These decode alone, and must not: what is repeated would be answered and counted twice.
+        """
+        return tensor.reshape(1).expand(self.world_size) if self.world_size > 1 else tensor
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """The objects of all processes, by rank, at process dst; None at the others."""
+        if self.world_size == 1:
+            return [obj]
+        found = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, found, dst=dst)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for the other processes."""
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
 
     # what the harness asks of a tokenizer
 
@@ -193,7 +259,8 @@ class CDLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """A text for each request, cut before the first string of its `until`. Costs go to `self.costs`, by task and document.
 
-        Everything is checked before the first forward. Decoding does not stop at `until`: steps and tokens are the whole answer's.
+        Everything is checked before the first forward. Decoding stops after the block that has such a string; the text is what the whole
+        answer's would be, cut. Output tokens are counted up to and with the string, as they are with an end token.
         """
         asked = self._asked(requests)
         waiting = [i for i, one in enumerate(asked) if one.key not in self.finished.rows]
@@ -235,7 +302,8 @@ class CDLM(TemplateLM):
                     f"{where}: the prompt's {len(ids)} tokens and max_gen_toks {decoding.max_new_tokens} are {longest} positions, the "
                     f"model has {self.max_length}; give --gen_kwargs max_gen_toks=N or a smaller --num_fewshot"
                 )
-            content = json.dumps([self.identity, ids, asdict(decoding), given["until"]])
+            # The document is part of it, so that a sample's seed does not depend on which other samples a process has.
+            content = json.dumps([self.identity, request.task_name, request.doc_id, ids, asdict(decoding), given["until"]])
             seen[content] = seen.get(content, -1) + 1
             key = hashlib.sha256(f"{content} {seen[content]}".encode()).hexdigest()
             asked.append(Asked(ids, decoding, tuple(given["until"]), key))
@@ -256,13 +324,30 @@ class CDLM(TemplateLM):
         prompt_BP, valid_BP = data.pad_left([one.ids for one in batch], facts.pad_token_id)
         prompt_BP, valid_BP = prompt_BP.to(self.model.device), valid_BP.to(self.model.device)
         seeds = [one.seed for one in batch] if decoding.temperature > 0 else None
-        spent, out = seconds(lambda: decode(self.model, prompt_BP, valid_BP, decoding, seeds=seeds), self.model.device)
+
+        def ends(row: int, ids: list[int]) -> bool:
+            whole = next((place for place, token in enumerate(ids) if token in facts.eos_token_ids), len(ids))
+            return settled(self.tokenizer.decode(ids[:whole]), batch[row].until)
+
+        asks = ends if any(one.until for one in batch) else None
+        spent, out = seconds(lambda: decode(self.model, prompt_BP, valid_BP, decoding, seeds=seeds, ends=asks), self.model.device)
         for row, one in enumerate(batch):
+            ids = out.answer(row, facts.eos_token_ids)
+            tokens = self._tokens_until(ids, one.until)
             self.finished.add(one.key, {
-                "text": self.tokenizer.decode(out.answer(row, facts.eos_token_ids)), "steps": out.steps[row],
-                "commit_forwards": out.commit_forwards[row], "forwards": out.forwards[row], "output_tokens": out.output_tokens[row],
-                "stop": out.stop[row], "seconds": spent / len(batch), "batch": len(batch),
+                "text": self.tokenizer.decode(ids), "steps": out.steps[row], "commit_forwards": out.commit_forwards[row],
+                "forwards": out.forwards[row], "output_tokens": out.output_tokens[row] if tokens is None else tokens,
+                "stop": out.stop[row] if tokens is None else "until", "seconds": spent / len(batch), "batch": len(batch),
             })  # fmt: skip
+
+    def _tokens_until(self, ids: list[int], until: tuple[str, ...]) -> int | None:
+        """Tokens up to and with the first whose text has a string of `until` in it; None where none has."""
+
+        def has_one(count: int) -> bool:
+            text = self.tokenizer.decode(ids[:count])
+            return trim(text, until) != text
+
+        return bisect_left(range(len(ids)), True, key=has_one) if has_one(len(ids)) else None
 
     # likelihoods
 
@@ -339,7 +424,7 @@ class CDLM(TemplateLM):
         return {"cdlm": {
             "model": self.pretrained, "family": self.model.family, "facts": asdict(self.model.facts), "decode": asdict(self.decoding),
             "dtype": self.dtype, "device": str(self.model.device), "attention_kernel": self.model.hf.config._attn_implementation,
-            "batch_size": self.batch_size, "seed": self.seed, "nelbo_samples": self.nelbo_samples,
+            "batch_size": self.batch_size, "processes": self.world_size, "seed": self.seed, "nelbo_samples": self.nelbo_samples,
             "parameters": sum(p.numel() for p in self.model.hf.parameters()),
             "versions": {"cdlm": __version__, **{name: version(name) for name in ("torch", "transformers", "lm_eval")}},
         }}  # fmt: skip
@@ -353,17 +438,25 @@ def summary(costs: list[dict[str, Any]]) -> dict[str, float]:
     return {**means, "tpf": tokens / forwards, **({"tps": tokens / spent} if spent else {})}
 
 
-def add_costs(results: dict[str, Any], lm: CDLM, chosen: dict[str, list[int]] | None = None) -> None:
-    """Put what decoding cost beside the scores (as metrics of filter "none") and into each sample, in place.
+def add_costs(results: dict[str, Any] | None, lm: CDLM, chosen: dict[str, list[int]] | None = None) -> None:
+    """Put what decoding cost beside the scores (as metrics of filter "none") and into each sample, and samples in the order of their
+    documents, in place. Called in every process of a run; only the first has results, the others' costs are sent to it.
 
     chosen: the documents of each task, where the harness was given `samples`; it counts them from 0.
     """
+    shares = lm.gather_object(lm.costs)
+    if results is None or shares is None:
+        return
+    costs = {sample: held for share in shares for sample, held in share.items()}
     for task in results["results"]:
-        rows = [row for (name, _), held in lm.costs.items() if name == task for row in held]
+        rows = [row for name, number in sorted(key for key in costs if key[0] == task) for row in costs[name, number]]
         if rows:
             results["results"][task].update({f"{name},none": value for name, value in summary(rows).items()})
     for task, held in results.get("samples", {}).items():
+        numbers = {document: number for number, document in enumerate(chosen[task])} if chosen and task in chosen else None
+        filters = list(dict.fromkeys(sample["filter"] for sample in held))
+        held.sort(key=lambda sample: (filters.index(sample["filter"]), sample["doc_id"]))
         for sample in held:
-            number = chosen[task].index(sample["doc_id"]) if chosen and task in chosen else sample["doc_id"]
-            if (task, number) in lm.costs:
-                sample["costs"] = lm.costs[task, number]
+            number = sample["doc_id"] if numbers is None else numbers[sample["doc_id"]]
+            if (task, number) in costs:
+                sample["costs"] = costs[task, number]
