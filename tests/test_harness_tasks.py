@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -323,6 +324,24 @@ def test_a_run_from_the_command_to_its_files(teacher, tmp_path, capsys):
         (["--tasks", "small_world", "--samples", '{"small_world": []}'], ["no documents of task small_world"]),
         (["--tasks", "small_world", "--samples", '{"other": [0]}'], ["--samples names other", "small_world"]),
         (["--tasks", "small_world_chain", "--metadata", "small_world_file=COPIES"], ["small_world_chain has no questions"]),
+        (["--tasks", "small_world", "--samples", '[1]'], ["--samples is [1]"]),
+        (["--tasks", "small_world", "--samples", '{"small_world": ["a"]}'], ["--samples is", '{"task": [0, 5]}']),
+        (["--tasks", "small_world", "--samples", '{"small_world": "all"}'], ["--samples is"]),
+        (["--tasks", "small_world", "--samples", "no_such_file"], ["--samples is 'no_such_file'"]),
+        (["--tasks", "small_world", "--model", "hf"], ["--model hf"]),
+        (["--tasks", "small_world", "--apply_chat_template", "other"], ["--apply_chat_template other"]),
+        (["--tasks", "small_world", "--num_fewshot", "-1"], ["--num_fewshot is -1"]),
+        (["--tasks", "small_world", "--output_path", "=OTHER"], ["--output_path", "is a file"]),
+        (["--tasks", "small_world", "--output_path", "=OTHER/more/x.json"], ["--output_path", "OTHER.jsonl is a file"]),
+        (["--tasks", "small_world", "--hf_hub_log_args", "nonsense=1"], ["--hf_hub_log_args", "nonsense"]),
+        (["--tasks", "small_world", "--model_args", "block_length=x"], ["block_length is 'x'", "a whole number"]),
+        (["--tasks", "small_world", "--model_args", "confidence_threshold=high"], ["confidence_threshold is 'high'", "a number"]),
+        (["--tasks", "small_world", "--model_args", "stop_at_eos=5"], ["stop_at_eos is 5", "true or false"]),
+        (["--tasks", "small_world", "--device", "meta"], ["device is 'meta'"]),
+        (["--tasks", "small_world", "--limit", "2", "--gen_kwargs", "until=5"], ["task small_world", "until is [5]"]),
+        (["--tasks", "small_world", "--limit", "2", "--gen_kwargs", "max_gen_toks=abc"], ["task small_world", "abc"]),
+        (["--tasks", "small_world", "--limit", "2", "--gen_kwargs", "max_gen_toks=2.5"], ["task small_world", "a whole number"]),
+        (["--tasks", "small_world", "--limit", "2", "--gen_kwargs", "temperature=hot", "do_sample=true"], ["task small_world", "hot"]),
         (["--tasks", "small_world", "--batch_size", "auto"], ["batch_size is 'auto'"]),
         (["--tasks", "small_world", "--device", "cuda:7"], ["device is 'cuda:7'"]),
         (["--tasks", "small_world", "--include_path", "nowhere"], ["--include_path nowhere"]),
@@ -337,7 +356,7 @@ def test_bad_input_is_one_line(teacher, tmp_path, capsys, flags, words):
     write(tmp_path / "OTHER.jsonl", problems(1))
     write(tmp_path / "COPIES.jsonl", [{"task": "copy", "prompt": "copy:ab", "answer": "ab"}])
     for name in ("EMPTY", "OTHER", "COPIES"):
-        flags = [flag.replace(f"={name}", f"={tmp_path / name}.jsonl") for flag in flags]
+        flags = [flag.replace(f"={name}", f"{'=' * (flag[0] != '=')}{tmp_path / name}.jsonl") for flag in flags]
     assert run(teacher, *flags) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cdlm: error: ")]
     assert all(word in line for word in words), line
@@ -347,6 +366,44 @@ def test_more_processes_than_questions_are_refused(monkeypatch, teacher, capsys)
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert run(teacher, "--tasks", "small_world", "--limit", "2") == 2
     assert "small_world has 2 questions for 3 processes; start at most 2" in capsys.readouterr().err
+
+
+def test_a_group_has_the_costs_of_its_tasks(teacher, tmp_path, capsys):
+    (tmp_path / "pair.yaml").write_text(
+        "group: pair\ntask: [small_world_copy, small_world_sort]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    rows = [{"task": task, "prompt": f"{task}:{i}", "answer": "?"} for task, count in (("copy", 3), ("sort", 1)) for i in range(count)]
+    file = write(tmp_path / "rows.jsonl", rows)
+    flags = ["--tasks", "pair", "--include_path", str(tmp_path), "--metadata", f"small_world_file={file}", "--gen_kwargs", "max_gen_toks=8"]
+    assert run(teacher, *flags, "--output_path", str(tmp_path / "out")) == 0
+    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())
+    pair, copy, sort = (found["results"][name] for name in ("pair", "small_world_copy", "small_world_sort"))
+    assert pair["steps,none"] == pytest.approx((3 * copy["steps,none"] + sort["steps,none"]) / 4)
+    assert found["groups"]["pair"]["tpf,none"] == pair["tpf,none"] > 0
+
+
+def test_the_papers_commands_in_the_readme_are_flags_of_the_harness():
+    """Each is read by the harness's own parser; few-shot examples and lengths are the paper's."""
+    asked = {}
+    for line in (ROOT / "README.md").read_text().splitlines():
+        before, command, after = line.partition("cdlm eval MODEL ")
+        if command and before in ("    ", "    HF_ALLOW_CODE_EVAL=1 ") and "[any" not in after:
+            cfg = harness_run.configured("MODEL", shlex.split(after))
+            asked[",".join(cfg.tasks)] = cfg
+    paper = {"gsm8k_cot": 8, "minerva_math": 4, "humaneval_instruct": None, "mbpp_instruct": 0}  # humaneval_instruct has none by itself
+    assert {name: asked[name].num_fewshot for name in paper} == paper
+    for name in paper:
+        assert asked[name].gen_kwargs == {"max_gen_toks": 256} and asked[name].apply_chat_template is True
+        assert asked[name].fewshot_as_multiturn is False
+        assert asked[name].confirm_run_unsafe_code == (name in ("humaneval_instruct", "mbpp_instruct"))
+
+
+def test_flags_that_are_the_harnesss_own_business_pass(teacher, capsys):
+    chosen = ["--samples", '{"small_world_copy": [2]}']
+    for flags in (["--trust_remote_code"], ["--tasks", "small_world_copy,"], chosen, ["--seed", "None"]):
+        asked = ["--tasks", "small_world_copy", "--gen_kwargs", "max_gen_toks=8", *(["--limit", "1"] if "--samples" not in flags else [])]
+        assert run(teacher, *asked, *flags) == 0
+        assert "|small_world_copy|" in capsys.readouterr().out
 
 
 def test_chosen_documents_keep_their_numbers_in_whatever_order_they_are_typed(teacher, tmp_path):

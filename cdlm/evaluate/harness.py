@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lm_eval import utils
@@ -113,6 +113,28 @@ def trim(text: str, until: Iterable[str]) -> str:
     return text[: min(places)] if places else text
 
 
+def check_types(decoding: dict[str, Any]) -> None:
+    """Refuse values that are of no use for their fields of `DecodeConfig`, as `block_length=x`; it takes their types on trust."""
+    for field in fields(DecodeConfig):
+        value, kinds = decoding.get(field.name), get_args(field.type) or (field.type,)
+        if value is not None and not (type(value) in kinds or (float in kinds and type(value) is int)):
+            names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+            raise ValueError(f"{field.name} is {value!r}; it must be {names[next(kind for kind in names if kind in kinds)]}")
+
+
+def request_values(raw: dict[str, Any], budget: int) -> dict[str, Any]:
+    """What a task asks of decoding, in the harness's own reading, with until as a list; budget: its max_gen_toks where it has none."""
+    given = normalize_gen_kwargs(raw, default_max_gen_toks=budget)
+    unknown = sorted(set(given) - set(PER_REQUEST))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} unknown; allowed: {', '.join(PER_REQUEST)}")
+    if any(isinstance(value, float) and name.startswith("max_") for name, value in raw.items()):
+        raise ValueError("the budget must be a whole number")
+    if not all(isinstance(stop, str) for stop in given["until"]):
+        raise ValueError(f"until is {given['until']}; it must be texts, as until=END or 'until=[\"END\",\"5\"]'")
+    return {**given, "temperature": float(given.get("temperature", 0.0))}
+
+
 def settled(text: str, until: Iterable[str]) -> bool:
     """Whether one of the strings is in the text, and nothing that may follow can change what `trim` leaves."""
     stops = [stop for stop in until if stop]
@@ -165,12 +187,13 @@ class CDLM(TemplateLM):
         if unknown:
             own = ("pretrained", "family", "dtype", "device", "batch_size", "attention", "nelbo_samples", "seed", "resume")
             raise ValueError(f"model_args: unknown {', '.join(unknown)}; allowed: {', '.join((*own, *DECODING))}")
+        check_types(decoding)
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1 (there is no automatic one)")
         if nelbo_samples is not None and (isinstance(nelbo_samples, bool) or not isinstance(nelbo_samples, int) or nelbo_samples < 1):
             raise ValueError(f"nelbo_samples is {nelbo_samples!r}; it must be a whole number of at least 1")
         try:
-            torch.empty(0, device=device)
+            torch.zeros(1, device=device).item()
         except (RuntimeError, AssertionError):
             raise ValueError(f"device is {device!r}; this machine has no such device, cpu is always there") from None
         self.accelerator = processes(device)
@@ -285,13 +308,13 @@ class CDLM(TemplateLM):
         seen: dict[str, int] = {}
         for request in requests:
             context, raw = request.args
-            given = normalize_gen_kwargs(raw, default_max_gen_toks=self.decoding.max_new_tokens)
-            unknown = sorted(set(given) - set(PER_REQUEST))
-            if unknown:
-                raise ValueError(f"task {request.task_name}: gen_kwargs {', '.join(unknown)} unknown; allowed: {', '.join(PER_REQUEST)}")
+            try:
+                given = request_values(raw, self.decoding.max_new_tokens)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"task {request.task_name}, gen_kwargs {raw}: {error}") from None
             sampling = {name: given[name] for name in ("top_k", "top_p") if given["do_sample"] and given.get(name) is not None}
             values = {**self.values, **sampling, "max_new_tokens": given["max_gen_toks"]}
-            decoding = replace(resolve(self.model, self.stated, **values), temperature=float(given.get("temperature", 0.0)))
+            decoding = replace(resolve(self.model, self.stated, **values), temperature=given["temperature"])
             ids = self.tok_encode(context)
             where = f"task {request.task_name}, document {request.doc_id}"
             if not ids:
@@ -439,8 +462,8 @@ def summary(costs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def add_costs(results: dict[str, Any] | None, lm: CDLM, chosen: dict[str, list[int]] | None = None) -> None:
-    """Put what decoding cost beside the scores (as metrics of filter "none") and into each sample, and samples in the order of their
-    documents, in place. Called in every process of a run; only the first has results, the others' costs are sent to it.
+    """Put what decoding cost beside the scores of tasks and groups (as metrics of filter "none") and into each sample, and samples in the
+    order of their documents, in place. Called in every process of a run; only the first has results, the others' costs are sent to it.
 
     chosen: the documents of each task, where the harness was given `samples`; it counts them from 0.
     """
@@ -448,10 +471,16 @@ def add_costs(results: dict[str, Any] | None, lm: CDLM, chosen: dict[str, list[i
     if results is None or shares is None:
         return
     costs = {sample: held for share in shares for sample, held in share.items()}
-    for task in results["results"]:
-        rows = [row for name, number in sorted(key for key in costs if key[0] == task) for row in costs[name, number]]
-        if rows:
-            results["results"][task].update({f"{name},none": value for name, value in summary(rows).items()})
+
+    def rows_of(name: str) -> list[dict[str, Any]]:
+        members = results.get("group_subtasks", {}).get(name)
+        own = [row for key in sorted(costs) if key[0] == name for row in costs[key]]
+        return [row for member in members for row in rows_of(member)] if members else own
+
+    for scores in (results["results"], results.get("groups", {})):
+        for name in scores:
+            if rows := rows_of(name):
+                scores[name].update({f"{metric},none": value for metric, value in summary(rows).items()})
     for task, held in results.get("samples", {}).items():
         numbers = {document: number for number, document in enumerate(chosen[task])} if chosen and task in chosen else None
         filters = list(dict.fromkeys(sample["filter"] for sample in held))

@@ -41,6 +41,18 @@ def configured(model: str, arguments: list[str]) -> EvaluatorConfig:
         raise ValueError("--wandb_args and --trackio_args are not supported; log what lm_eval.simple_evaluate(model='cdlm', ...) returns")
     if cfg.include_path is not None and not Path(cfg.include_path).is_dir():
         raise ValueError(f"--include_path {cfg.include_path}: no such folder")
+    if cfg.model_args.get("trust_remote_code"):  # the harness passes its flag for data sets on to the model, which runs no foreign code
+        cfg.model_args = {name: value for name, value in cfg.model_args.items() if name != "trust_remote_code"}
+    if flags.model not in (None, "cdlm"):
+        raise ValueError(f"--model {flags.model}: cdlm eval runs the model cdlm; lm-eval run takes the others")
+    if isinstance(cfg.apply_chat_template, str):
+        raise ValueError(f"--apply_chat_template {cfg.apply_chat_template}: give the flag alone; it applies the tokenizer's own template")
+    if cfg.num_fewshot is not None and cfg.num_fewshot < 0:
+        raise ValueError(f"--num_fewshot is {cfg.num_fewshot}; it must be at least 0")
+    if cfg.output_path and (kept := beside(cfg.output_path)):
+        place = next(folder for folder in kept.absolute().parents if folder.exists())
+        if not place.is_dir():
+            raise ValueError(f"--output_path {cfg.output_path}: {place} is a file")
     if cfg.limit is not None and not cfg.limit > 0:
         raise ValueError(f"--limit is {cfg.limit:g}; it must be above 0: a number of samples a task, or below 1 a share of them")
     cfg.model, cfg.include_path = "cdlm", [str(path) for path in (TASKS, cfg.include_path) if path is not None]
@@ -49,7 +61,7 @@ def configured(model: str, arguments: list[str]) -> EvaluatorConfig:
 
 def find_tasks(cfg: EvaluatorConfig) -> TaskManager:
     """The harness's task manager; `cfg.tasks` becomes the names it knows. What can't be run is a ValueError, before a model is loaded."""
-    cfg.tasks = [name for part in ([cfg.tasks] if isinstance(cfg.tasks, str) else cfg.tasks) for name in part.split(",")]
+    cfg.tasks = [name for part in ([cfg.tasks] if isinstance(cfg.tasks, str) else cfg.tasks) for name in part.split(",") if name]
     try:
         # The harness's own index is thousands of files; it is read only when a name is not among the included ones.
         manager = TaskManager(include_path=cfg.include_path, include_defaults=False, metadata=cfg.metadata)
@@ -89,6 +101,9 @@ def find_tasks(cfg: EvaluatorConfig) -> TaskManager:
 def check_samples(cfg: EvaluatorConfig, tasks: dict[str, Task]) -> None:
     """Refuse a task without questions, documents that it does not have, and more processes than questions. `cfg.samples` gets sorted: the
     harness takes documents in their own order, and would number them in the order that was typed."""
+    lists = cfg.samples.values() if isinstance(cfg.samples, dict) else [cfg.samples or []]
+    if not isinstance(cfg.samples or {}, dict) or not all(isinstance(part, list) and all(type(n) is int for n in part) for part in lists):
+        raise ValueError(f"--samples is {cfg.samples!r}; it must be as " + '{"task": [0, 5]}, typed or in a file')
     if unknown := sorted(set(cfg.samples or {}) - set(tasks)):
         raise ValueError(f"--samples names {', '.join(unknown)}; the tasks are {', '.join(tasks)}")
     cfg.samples = {name: sorted(set(chosen)) for name, chosen in cfg.samples.items()} if cfg.samples else None
@@ -171,13 +186,16 @@ def run(model: str, arguments: list[str], say: Callable[[str], None] = print) ->
     """
     cfg = configured(model, arguments)
     manager = find_tasks(cfg)
+    try:
+        tracker = EvaluationTracker(**cfg.hf_hub_log_args, **({"output_path": cfg.output_path} if cfg.output_path else {}))
+    except TypeError as error:
+        raise ValueError(f"--hf_hub_log_args {cfg.hf_hub_log_args}: {error}") from None
     own = dict(cfg.model_args)
     cfg.model_args = {"pretrained": model, **own}
     lm = CDLM(**{
         "pretrained": model, "batch_size": cfg.batch_size, "device": cfg.device,
         "resume": beside(cfg.output_path), **own,
     })  # fmt: skip
-    tracker = EvaluationTracker(**cfg.hf_hub_log_args, **({"output_path": cfg.output_path} if cfg.output_path else {}))
     python_seed, numpy_seed, torch_seed, fewshot_seed = cfg.seed or [None] * 4
     results = simple_evaluate(
         model=lm, model_args=cfg.model_args, tasks=cfg.tasks, num_fewshot=cfg.num_fewshot, batch_size=lm.batch_size, device=str(lm.device),
