@@ -17,8 +17,8 @@ KINDS = ("llama", "qwen3")
 def trainer(tmp_path, *, kind="qwen2", block_length=BLOCK, rows=None, peft=None, **values) -> CDLMTrainer:
     model = random_model(kind, facts=CAUSAL)
     args = CDLMConfig(
-        output_dir=str(tmp_path), objective="tidar", block_length=block_length, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
-        save_strategy="no", logging_steps=1, warmup_steps=0, lr_scheduler_type="constant",
+        output_dir=str(tmp_path), objective="tidar", block_length=block_length, use_cpu=True, disable_tqdm=True,
+        dataloader_pin_memory=False, save_strategy="no", logging_steps=1, warmup_steps=0, lr_scheduler_type="constant",
         **{"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, **values},
     )
     dataset = AnswerNoise(rows or examples(), BUDGET, 0)
@@ -143,7 +143,7 @@ def test_alpha_mixes_the_two(tmp_path, alpha, ar, diffusion):
     t.log({})
     line = t.state.log_history[0]
     assert (line["ar_weight"], line["diffusion_weight"]) == pytest.approx((ar, diffusion))
-    with pytest.raises(ValueError, match="alpha is -0.5; a weight is 0 or above"):
+    with pytest.raises(ValueError, match=r"alpha is -0\.5; a weight is 0 or above"):
         trainer(tmp_path, alpha=-0.5)
 
 
