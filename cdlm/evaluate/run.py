@@ -11,11 +11,19 @@ teacher_prefix_cache   training-free: confidence threshold with Fast-dLLM's pref
 teacher_dual_cache     the same with its dual cache
 teacher_interval_cache one token a step with dLLM-Cache's refresh of the prompt's and the answer's cache by intervals (approximate)
 teacher_block_causal   the teacher's weights under the student's mask and cache, one token a step, untrained
-autoregressive         one token after another, greedy: blocks of one token; the model that bd3lm starts from, or the one that ar trained
+autoregressive         one token after another, greedy: blocks of one token; the model that bd3lm and tidar start from, or the one that ar
+                       trained
 autoregressive_model   another model, an autoregressive one of evaluate.autoregressive, by transformers' own cached greedy generate
 student_sequential     the student, one token a step
 student                block-causal, exact block cache, confidence threshold
 student_uncached       the student without its cache
+student_autoregressive after tidar: the trained model, one token after another
+tidar                  draft and verify in one forward, greedy; swept: proposals
+tidar_linear           the same in two forwards, one to draft and one to verify
+tidar_mix              draft and verify by mixed logits; swept: beta
+transformers_greedy    transformers' own greedy generation of the model that tidar starts from
+prompt_lookup          the same, assisted by what followed the last tokens earlier in the text
+assisted               the same, assisted by a smaller autoregressive model
 
 A latency's protocol is in clock.py. Shapes: B rows, P prompt tokens.
 """
@@ -30,9 +38,11 @@ from typing import Any
 from torch import Tensor
 
 from cdlm import data
-from cdlm.decode import Callback, DecodeConfig, Decoded, Step, decode
+from cdlm.decode import DecodeConfig, Decoded, Step, decode
+from cdlm.evaluate.assisted import GenerateConfig, generate
 from cdlm.evaluate.clock import FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
 from cdlm.families.base import DiffusionLM
+from cdlm.speculate import SpeculateConfig, Speculated, Verified, speculate
 
 BASES = ("teacher", "autoregressive")  # what a latency ratio is against: the first of these that was timed, else the first method
 
@@ -41,22 +51,14 @@ BASES = ("teacher", "autoregressive")  # what a latency ratio is against: the fi
 class Method:
     """A name, its swept parameter (a threshold or a number of steps, None where nothing is swept), and how it decodes.
 
-    weights puts the right weights in place: the adapter off for the teacher where both share one base. generate: what decodes, called as
-        `cdlm.decode.decode` is. blocks: whether it decodes block by block, so that there is a first one.
+    weights puts the right weights in place: the adapter off for the teacher where both share one base.
     """
 
     name: str
     parameter: float | None
-    config: DecodeConfig
+    config: DecodeConfig | SpeculateConfig | GenerateConfig
     model: DiffusionLM
     weights: Callable[[], AbstractContextManager[Any]]
-    generate: Callable[..., Decoded] = decode
-    blocks: bool = True
-
-    def decode(self, prompt_BP: Tensor, valid_BP: Tensor, callback: Callback | None = None) -> Decoded:
-        """Answers to a batch that is on the device, with the right weights."""
-        with self.weights():
-            return self.generate(self.model, prompt_BP, valid_BP, self.config, callback=callback)
 
     @property
     def label(self) -> str:
@@ -70,7 +72,8 @@ def label(name: str, parameter: float | None) -> str:
 
 @dataclass
 class Row:
-    """What one method did with one question."""
+    """What one method did with one question. queries: query tokens of the forwards behind the prompt's, and accepted: steps in which so
+    many drafts stood, both of draft and verify alone (see speculate.py)."""
 
     group: str
     correct: bool
@@ -79,6 +82,8 @@ class Row:
     commit_forwards: int
     forwards: int
     output_tokens: int
+    queries: int | None = None
+    accepted: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,15 +91,15 @@ class Timed:
     """One call of the clock, on one batch.
 
     group: of the question; None where the batch holds several. output_tokens: of all its rows. places: of its questions among those
-    that were timed. first_block: seconds until the first block was done, None for what has no blocks. later_tokens: output tokens that
-    stand behind each row's first block. peak: bytes of memory.
+    that were timed. first_block: seconds until the first block was done. later_tokens: output tokens that stand behind each row's first
+    block. peak: bytes of memory.
     """
 
     group: str | None
     seconds: float
     output_tokens: int
     places: tuple[int, ...] = (0,)
-    first_block: float | None = None
+    first_block: float = 0.0
     later_tokens: int = 0
     peak: int = 0
 
@@ -112,9 +117,31 @@ class Measured:
     times: list[Timed] = field(default_factory=list)
 
 
-def _decode(method: Method, examples: list[data.Example]) -> Decoded:
+def answers(
+    method: Method, prompt_BP: Tensor, valid_BP: Tensor, callback: Callable[[Any], None] | None = None
+) -> Decoded | Speculated:
+    """A method's answers, by the decoder that its config is of. callback: a decoder's own, see there."""
+    if isinstance(method.config, SpeculateConfig):
+        return speculate(method.model, prompt_BP, valid_BP, method.config, callback=callback)
+    if isinstance(method.config, GenerateConfig):
+        return generate(method.model, prompt_BP, valid_BP, method.config, callback)
+    return decode(method.model, prompt_BP, valid_BP, method.config, callback=callback)
+
+
+def first_tokens(method: Method, prompt_tokens: int) -> int:
+    """Output tokens of the first block: the rest of one that begins inside a prompt, a whole one, or the first token of a text that is
+    written from left to right."""
+    if not isinstance(method.config, DecodeConfig):
+        return 1
+    block = method.config.block_length
+    return block - (prompt_tokens % block if method.model.facts.block_origin == "zero" else 0)
+
+
+def _decode(method: Method, examples: list[data.Example]) -> Decoded | Speculated:
     prompt, valid = data.pad_left([example.prompt_ids for example in examples], method.model.facts.pad_token_id)
-    return method.decode(prompt.to(method.model.device), valid.to(method.model.device))
+    device = method.model.device
+    with method.weights():
+        return answers(method, prompt.to(device), valid.to(device))
 
 
 def score(method: Method, examples: list[data.Example], tokenizer, batch_size: int) -> list[Row]:
@@ -130,6 +157,8 @@ def score(method: Method, examples: list[data.Example], tokenizer, batch_size: i
                 examples[i].group, examples[i].is_right(text), text, out.steps[row], out.commit_forwards[row],
                 out.forwards[row], out.output_tokens[row],
             )
+            if isinstance(out, Speculated):
+                rows[i].queries, rows[i].accepted = out.queries[row], out.accepted[row] if out.accepted else None
     return [rows[i] for i in range(len(examples))]
 
 
@@ -159,25 +188,24 @@ def time_all(
 
 def _timed(method: Method, examples: list[data.Example], places: tuple[int, ...]) -> Timed:
     """One call with the clock around it."""
-    model, config, batch = method.model, method.config, [examples[i] for i in places]
+    model, batch = method.model, [examples[i] for i in places]
     prompt, valid = data.pad_left([example.prompt_ids for example in batch], model.facts.pad_token_id)
     prompt, valid = prompt.to(model.device), valid.to(model.device)
     reset_memory(model.device)
     notes: list[FirstBlock] = []
 
-    def call() -> Decoded:
+    def call() -> Decoded | Speculated:
         notes.append(FirstBlock(model.device))
-        return method.generate(model, prompt, valid, config, callback=notes[0])
+        return answers(method, prompt, valid, notes[0])
 
     with method.weights():
         spent, out = seconds(call, model.device)
-    tails = [len(example.prompt_ids) % config.block_length if model.facts.block_origin == "zero" else 0 for example in batch]
-    later = [max(0, tokens - (config.block_length - tail)) for tokens, tail in zip(out.output_tokens, tails, strict=True)]
+    firsts = [first_tokens(method, len(example.prompt_ids)) for example in batch]
+    later = [max(0, tokens - first) for tokens, first in zip(out.output_tokens, firsts, strict=True)]
     groups = {example.group for example in batch}
     return Timed(
         batch[0].group if len(groups) == 1 else None, spent, sum(out.output_tokens), places,
-        notes[0].seconds() if method.blocks else None, sum(later),
-        peak_memory(model.device),
+        notes[0].seconds(), sum(later), peak_memory(model.device),
     )
 
 
@@ -185,10 +213,15 @@ class _Reveals:
     """Decoding callback for one row: the step that revealed each answer slot, counted from 1; 0 where none has."""
 
     def __init__(self, slots: int):
-        self.step, self.taken = [0] * slots, 0
+        self.step, self.taken, self.written = [0] * slots, 0, 0
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: Step | Verified) -> None:
         self.taken += 1
+        if isinstance(step, Verified):
+            count = int(step.count_A[0])
+            self.step[self.written : self.written + count] = [self.taken] * len(self.step[self.written : self.written + count])
+            self.written += count
+            return
         for place in step.reveal_AS[0].nonzero()[:, 0].tolist():
             slot = int(step.first_slot_A[0]) + place
             if 0 <= slot < len(self.step):
@@ -201,7 +234,8 @@ def reveals(method: Method, example: data.Example, tokenizer) -> dict[str, Any]:
     seen = _Reveals(method.config.max_new_tokens)
     prompt, valid = data.pad_left([example.prompt_ids], method.model.facts.pad_token_id)
     device = method.model.device
-    out = method.decode(prompt.to(device), valid.to(device), seen)
+    with method.weights():
+        out = answers(method, prompt.to(device), valid.to(device), seen)
     ids, ends = out.ids_BN[0, : out.output_tokens[0]].tolist(), method.model.facts.eos_token_ids
     text = tokenizer.decode(out.answer(0, ends), skip_special_tokens=False)
     return {
@@ -229,6 +263,10 @@ def result(m: Measured, task: str | None, batch_size: int) -> dict[str, Any]:
     times = [timed for timed in m.times if timed.batch == 1 and task in (None, timed.group)]
     latency = Latency.of([timed.seconds for timed in times]) if times else None
 
+    queries = [row.queries for row in rows if row.queries is not None]
+    behind = sum(row.forwards - row.commit_forwards for row in rows)
+    histograms = [row.accepted for row in rows if row.accepted is not None]
+
     def over_rows(name: str) -> float | None:
         return mean(getattr(row, name) for row in rows) if rows else None
 
@@ -242,6 +280,8 @@ def result(m: Measured, task: str | None, batch_size: int) -> dict[str, Any]:
         "forwards": over_rows("forwards"),
         "output_tokens": over_rows("output_tokens"),
         "tpf": ratio(sum(row.output_tokens for row in rows), sum(row.forwards for row in rows)),
+        "queries_per_forward": ratio(sum(queries), behind) if queries else None,
+        "accepted": [sum(counts) for counts in zip(*histograms, strict=True)] if histograms else None,
         "latency_s": {"p10": latency.p10, "median": latency.median, "p90": latency.p90} if latency else None,
         "tps": ratio(sum(timed.output_tokens for timed in times), sum(timed.seconds for timed in times)),
         "batch": batch_size,
@@ -256,7 +296,7 @@ def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
     """What the clock saw of every method at every batch size, over all tasks. Seconds are those of a call, that is of a whole batch.
 
     ratio: how many times faster than the base (see BASES), with `low` and `high`. first_block_s: median seconds until the first block
-    was done (null for what has no blocks). per_token_s: median, over the calls that wrote tokens behind the first block, of the remaining
+    was done. per_token_s: median, over the calls that wrote tokens behind the first block, of the remaining
     seconds over those tokens (`per_token_n` such calls; null if none). peak_memory_bytes: the most of all calls.
     """
     out = []
@@ -270,15 +310,11 @@ def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
             own = _by_batch(times)
             faster = speedup([base_seconds[key] for key in own], list(own.values()), seed=seed)
             latency = Latency.of([timed.seconds for timed in times])
-            firsts = [timed.first_block for timed in times if timed.first_block is not None]
-            later = [
-                (timed.seconds - timed.first_block) / timed.later_tokens
-                for timed in times if timed.later_tokens and timed.first_block is not None
-            ]  # fmt: skip
+            later = [(timed.seconds - timed.first_block) / timed.later_tokens for timed in times if timed.later_tokens]
             out.append({
                 "method": m.method.name, "parameter": m.method.parameter, "batch": size, "calls": len(times),
                 "p10_s": latency.p10, "median_s": latency.median, "p90_s": latency.p90, "base": timed_methods[base][0].method.name,
-                "ratio": _plain(faster), "first_block_s": statistics.median(firsts) if firsts else None,
+                "ratio": _plain(faster), "first_block_s": statistics.median(timed.first_block for timed in times),
                 "per_token_s": statistics.median(later) if later else None, "per_token_n": len(later),
                 "tps": ratio(sum(timed.output_tokens for timed in times), sum(timed.seconds for timed in times)),
                 "peak_memory_bytes": max(timed.peak for timed in times),
