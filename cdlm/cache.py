@@ -46,6 +46,10 @@ class BlockLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.capacity
 
+    def commit(self, valid_BC: Tensor) -> None:
+        """Keep the first C positions of the last forward. valid_BC: real tokens."""
+        self.committed += valid_BC.shape[1]
+
     def select(self, rows: Tensor) -> None:
         if self.is_initialized:
             self.keys, self.values = self.keys[rows], self.values[rows]
@@ -58,10 +62,11 @@ class BlockCache(Cache):
     prompt_length_B: real prompt tokens of each row.
     boundary_BD: last hidden row of the committed part, kept for models whose logits are shifted by one.
     padded: whether some committed key may be padding.
+    layer: what a layer keeps; an architecture that is not local in positions keeps more than keys and values.
     """
 
-    def __init__(self, layers: int, capacity: int, prompt_length_B: Tensor):
-        super().__init__(layers=[BlockLayer(capacity) for _ in range(layers)])
+    def __init__(self, layers: int, capacity: int, prompt_length_B: Tensor, layer: type[BlockLayer] = BlockLayer):
+        super().__init__(layers=[layer(capacity) for _ in range(layers)])
         batch, device = prompt_length_B.shape[0], prompt_length_B.device
         self.prompt_length_B = prompt_length_B
         self.position_BK = torch.zeros(batch, 0, dtype=torch.long, device=device)
@@ -81,7 +86,7 @@ class BlockCache(Cache):
         self.valid_BK = torch.cat([self.valid_BK, valid_BC], dim=1)
         self.boundary_BD = boundary_BD
         for layer in self.layers:
-            layer.committed += position_BC.shape[1]
+            layer.commit(valid_BC)
 
     def keep_outside(self, start: int, end: int) -> None:
         """Of what the last forward wrote into an empty cache, keep all but the positions start ... end - 1: the first `start`, then those

@@ -525,7 +525,7 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
         from peft import PeftModel
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
-        return DiffusionLM(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
+        return type(base)(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
     return _load_saved(run), None
 
 
@@ -680,7 +680,7 @@ def export(run: Run) -> None:
         if peft_model is not None:
             probe = run.examples(tokenizer, "test", 1)[0]
             ids = torch.tensor([probe.prompt_ids + probe.answer_ids], device=base.device)
-            student = DiffusionLM(hub.merge_lora(peft_model, ids), base.facts, base.family)
+            student = type(base)(hub.merge_lora(peft_model, ids), base.facts, base.family)
         facts = trained_facts(r, base.facts)
         threshold: float | None = r.decode.confidence_threshold
     else:

@@ -77,6 +77,11 @@ def prepare(hf: Any, facts: Facts, path_or_id: str | Path) -> None:
     spare row is there already. Raises ValueError for a model that does not look at the whole past.
     """
     _refuse_windows(hf.config)
+    add_row(hf, facts, path_or_id)
+
+
+def add_row(hf: Any, facts: Facts, path_or_id: str | Path) -> None:
+    """The part of `prepare` that has to do with the mask token alone."""
     vocabulary = sorted(stock_tokenizer(path_or_id).get_vocab().values())
     rows = hf.get_input_embeddings().weight.shape[0]
     if vocabulary[-1] >= rows:
