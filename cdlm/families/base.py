@@ -97,8 +97,14 @@ class DiffusionLM(nn.Module):
         """lm_head: final-norm hidden rows -> logits."""
         return self.hf.get_output_embeddings()
 
-    def _rows(self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | None) -> Tensor:
-        """Raw hidden rows after the final norm, [B, L, D]."""
+    def _rows(
+        self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | None, before_BL: Tensor | None = None
+    ) -> Tensor:
+        """Raw hidden rows after the final norm, [B, L, D].
+
+        before_BL: number of the row that precedes each row in its own text, -1 for the last committed token or for nothing. None: rows
+            stand in the order of their text. Attention asks positions only, and so this class does not read it.
+        """
         out = self.hf.get_decoder()(
             input_ids=ids_BL, attention_mask=mask, position_ids=position_BL, cache=cache, use_cache=cache is not None
         )
@@ -178,12 +184,15 @@ class DiffusionLM(nn.Module):
             block_length, origin=origin,
         )  # fmt: skip
         ids = torch.cat([ids_BL[:, prompt - tail : prompt], noisy_BN, ids_BL], dim=1)
-        row_BLD = self._rows(ids, self._mask(seen), torch.cat([position_BM, position_BL], dim=1), None)
         columns = position_BM.shape[1]
-        if not self.facts.logit_shift:
-            return row_BLD[:, tail:columns]
         first_BM = torch.ones_like(block_BM, dtype=torch.bool)
         first_BM[:, 1:] = block_BM[:, 1:] != block_BM[:, :-1]
+        row = torch.arange(ids.shape[1], device=ids.device) - 1  # the row before; of a noisy block's first slot the clean one
+        before_BM = torch.where(first_BM, row[columns + prompt - tail :], row[:columns]).masked_fill(position_BM == 0, -1)
+        before_BL = torch.cat([before_BM, row[columns:].expand_as(position_BL).masked_fill(position_BL == 0, -1)], dim=1)
+        row_BLD = self._rows(ids, self._mask(seen), torch.cat([position_BM, position_BL], dim=1), None, before_BL)
+        if not self.facts.logit_shift:
+            return row_BLD[:, tail:columns]
         clean_BND, noisy_BND = row_BLD[:, columns + prompt - 1 : -1], self._align(row_BLD[:, :columns], None)[:, tail:]
         return torch.where(first_BM[:, tail:, None], clean_BND, noisy_BND)
 

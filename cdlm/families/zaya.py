@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdlm import masks
 from cdlm.cache import BlockCache, BlockLayer
 from cdlm.families import causal
 from cdlm.families.base import DiffusionLM, Facts
@@ -152,6 +153,19 @@ class ZayaLM(DiffusionLM):
             cache=cache, use_cache=cache is not None,
         )
         return out.last_hidden_state
+
+    def packed_hidden(
+        self, ids_BQ: Tensor, position_BQ: Tensor, sight: masks.Sight, before_BQ: Tensor, cache: BlockCache | None = None
+    ) -> Tensor:
+        """Final-norm hidden rows of several texts in one forward, [B, Q, D], not aligned.
+
+        before_BQ: number of each row's predecessor among the rows; -1 for the last committed token, or for nothing.
+        """
+        return self._rows(ids_BQ, self._mask(sight), position_BQ, cache, before_BQ)
+
+    def full_hidden(self, ids_BL: Tensor, valid_BL: Tensor, window: slice) -> tuple[Tensor, BlockCache]:
+        """Refused: the tokens of a window would need the state before it, which changes with every step."""
+        raise ValueError(f"{NAME}: approximate_cache is for models whose attention alone mixes tokens; use the block cache, which is exact")
 
     def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
         """As any model's, with layers that hold the state of convolutions and value shift."""
