@@ -711,6 +711,8 @@ def export(run: Run) -> None:
             confidence_threshold=threshold,
             card=card(adapter=True, stock=stock), eval_results=results, with_decoder=stock,
         )
+    if r.export.dtype is not None:
+        student.hf.to(families.DTYPES[r.export.dtype])
     (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced
     trajectories.write_json(run.out / "export.request.json", request_of(run, "export"))
     hub.save(
