@@ -251,3 +251,69 @@ def test_a_step_of_draft_and_verify_is_a_forward_a_text(draft_length):
         same(found[row, :count], reference(model, text)[0, length:])
         for r in range(1, count + 1):
             same(found[row, r * count : (r + 1) * count], blocks_of_masks(model, text, length + r, count)[0])
+
+
+def state_of(cache, row):
+    """What the layers keep of a row: keys and values of its real tokens, and the state of the last one."""
+    found = []
+    for layer in cache.layers:
+        keys, values = (x[row, :, : layer.committed][:, cache.valid_BK[row]] for x in (layer.keys, layer.values))
+        found += [keys, values, *(part[row] for part in layer.last)]
+    return found
+
+
+def step(model, cache, draft, accepted):
+    """One forward of K drafts and K proposals, of which each row keeps its first `accepted` drafts. Logits of all rows."""
+    count = draft.shape[1]
+    sight, position = masks.tidar_decoding(cache.valid_BK, count)
+    ids = torch.cat([draft, torch.full((len(draft), count * count), 1)], dim=1)
+    with torch.no_grad():
+        row = model.packed_hidden(ids, position, sight, step_layout(len(draft), count), cache)
+    logits = model.head(row)
+    accepted = accepted(logits) if callable(accepted) else accepted
+    most = int(accepted.max())
+    cache.commit(position[:, :most], torch.arange(most) < accepted[:, None], row[:, most - 1])
+    return logits
+
+
+@pytest.mark.parametrize("accepted", [[1, 1], [4, 2], [1, 3], [4, 4]])
+def test_the_cache_after_a_step_is_that_of_the_committed_tokens_alone(accepted):
+    """Rejected drafts and masks leave neither keys, values nor a state of convolutions and value shift behind, twice in a row."""
+    model = random_zaya()
+    prompt, valid = random_prompts([6, 9])
+    cache = model.prefill(prompt, valid, 2 * 4 + 4 * 5, 1)
+    text = [prompt[row, valid[row]] for row in range(2)]
+    for seed in (3, 4):
+        draft, _ = random_prompts([4, 4], seed=seed)
+        step(model, cache, draft, torch.tensor(accepted))
+        text = [torch.cat([text[row], draft[row, : accepted[row]]]) for row in range(2)]
+        for row in range(2):
+            fresh = model.prefill(text[row][None], torch.ones(1, len(text[row]), dtype=torch.bool), 0, 1)
+            assert cache.next_position_B[row] == len(text[row])
+            for found, wanted in zip(state_of(cache, row), state_of(fresh, 0), strict=True):
+                assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft_length", [1, 2, 4])
+def test_greedy_draft_and_verify_over_these_forwards_is_transformers_greedy_decoding(draft_length):
+    """Drafts from the proposals; two rows of different prompts, which accept different lengths. 16 tokens each."""
+    model, count = random_zaya(), draft_length
+    prompt, valid = random_prompts([6, 9], seed=7)
+    wanted = random_hf().generate(prompt, attention_mask=valid.long(), max_new_tokens=16, do_sample=False, eos_token_id=None)[:, 9:]
+    last = reference(model, prompt, valid)[:, -1].argmax(-1)
+    cache = model.prefill(prompt, valid, 16 * count + count * (count + 1), 1)
+    draft = torch.cat([last[:, None], wanted[:, 1:count]], dim=1)  # the first drafts are right, so that more than one is accepted
+    text = [[], []]
+    while min(len(t) for t in text) < 16:
+        lengths = {}
+
+        def accepted(logits, draft=draft, lengths=lengths):
+            right = logits[:, : count - 1].argmax(-1) == draft[:, 1:]
+            return lengths.setdefault("kept", 1 + right.long().cumprod(dim=1).sum(dim=1))
+
+        logits, kept = step(model, cache, draft, accepted), lengths["kept"]
+        for row in range(2):
+            text[row] += draft[row, : kept[row]].tolist()
+        proposed = logits[:, count:].view(2, count, count, -1)[torch.arange(2), kept - 1].argmax(-1)
+        draft = torch.cat([logits[torch.arange(2), kept - 1].argmax(-1)[:, None], proposed[:, 1:]], dim=1)
+    assert [t[:16] for t in text] == wanted.tolist()
