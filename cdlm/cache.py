@@ -88,16 +88,6 @@ class BlockCache(Cache):
         for layer in self.layers:
             layer.commit(valid_BC)
 
-    def keep_outside(self, start: int, end: int) -> None:
-        """Of what the last forward wrote into an empty cache, keep all but the positions start ... end - 1: the first `start`, then those
-        from `end` on. What a mask needs to know of them is the caller's."""
-        for layer in self.layers:
-            for name in ("keys", "values"):
-                held = getattr(layer, name)
-                written = held[:, :, : layer.capacity]
-                setattr(layer, name, torch.cat([written[:, :, :start], written[:, :, end:], written[:, :, start:end]], dim=2))
-            layer.committed = layer.capacity - (end - start)
-
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
         for layer in self.layers:
@@ -107,3 +97,53 @@ class BlockCache(Cache):
         )
         if self.boundary_BD is not None:
             self.boundary_BD = self.boundary_BD[rows]
+
+
+class WholeLayer(BlockLayer):
+    """Keys and values of all positions of one layer; a forward writes over those of the positions it computes."""
+
+    start = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.start + key_states.shape[-2]
+        self.keys[:, :, self.start : end] = key_states
+        self.values[:, :, self.start : end] = value_states
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.capacity, 0
+
+
+class WholeCache(Cache):
+    """Keys, values and final hidden rows of whole sequences, as of the last forward that computed each position. Under full attention
+    that is an approximation of what a forward over everything would give. The first forward must compute all positions.
+
+    row_BLD: raw hidden rows after the final norm; None before the first forward.
+    """
+
+    def __init__(self, layers: int, length: int):
+        super().__init__(layers=[WholeLayer(length) for _ in range(layers)])
+        self.length = length
+        self.row_BLD: Tensor | None = None
+
+    def write_at(self, start: int) -> None:
+        """Where the next forward's positions begin."""
+        for layer in self.layers:
+            layer.start = start
+
+    def keep(self, row_BWD: Tensor, start: int) -> None:
+        """The hidden rows that the last forward gave."""
+        if self.row_BLD is None:
+            assert start == 0 and row_BWD.shape[1] == self.length, "the first forward computes every position"
+            self.row_BLD = row_BWD.clone()
+        else:
+            self.row_BLD[:, start : start + row_BWD.shape[1]] = row_BWD
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        for layer in self.layers:
+            layer.select(rows)
+        if self.row_BLD is not None:
+            self.row_BLD = self.row_BLD[rows]

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from cdlm import unmask
-from cdlm.cache import BlockCache
 from cdlm.families.base import DiffusionLM
 
 ORDERS = ("confidence", "entropy", "margin", "sequential")
 SCHEDULES = ("even", "timesteps")
-APPROXIMATE = ("prefix", "dual")
+APPROXIMATE = ("prefix", "dual", "interval")
 WAYS = ("confidence_threshold", "factor", "entropy_bound", "tokens_per_step", "steps", "steps_per_block")
 
 
@@ -49,7 +48,10 @@ class DecodeConfig:
     block_causal: the student's mask; False is the full bidirectional attention of the teacher.
     use_cache: exact block cache; needs block_causal.
     approximate_cache: for full attention, where no cache is exact: "prefix" keeps keys and values of all before the active block as they
-        were at the block's first step, "dual" of all behind it too (Fast-dLLM, arXiv 2505.22618). None computes everything at every step.
+        were at the block's first step, "dual" of all behind it too (Fast-dLLM, arXiv 2505.22618). "interval" keeps them of all outside
+        the block across blocks, computes the answer every `response_refresh` steps and all every `prompt_refresh` (dLLM-Cache, arXiv
+        2506.06295, section 4; in place of its partial update by similarity between refreshes, the block is computed). It needs
+        tokens_per_step or steps, so that all rows of a batch refresh together. None computes everything at every step.
     stop_at_eos: a row stops after the block that holds its first end-of-sequence token. False decodes the whole budget.
     stop_length: a row stops only where a block of this length ends, a multiple of block_length (default: block_length).
     temperature: 0 takes the most probable token; above 0 samples from softmax(logits / temperature). The confidence is
@@ -71,6 +73,8 @@ class DecodeConfig:
     block_causal: bool = True
     use_cache: bool = True
     approximate_cache: str | None = None
+    prompt_refresh: int | None = None
+    response_refresh: int | None = None
     stop_at_eos: bool = True
     stop_length: int | None = None
     temperature: float = 0.0
@@ -105,6 +109,15 @@ class DecodeConfig:
                 raise ValueError(f"approximate_cache is {self.approximate_cache!r}; allowed: {', '.join(APPROXIMATE)}, or none")
             if self.block_causal:
                 raise ValueError("approximate_cache is for full attention (block_causal False); with block_causal use_cache is exact")
+        refresh = {"prompt_refresh": self.prompt_refresh, "response_refresh": self.response_refresh}
+        if self.approximate_cache == "interval":
+            for name, every in refresh.items():
+                if every is None or every < 1:
+                    raise ValueError(f"{name} is {every}; with approximate_cache 'interval' it is a number of steps, at least 1")
+            if self.tokens_per_step is None and self.steps is None:
+                raise ValueError("approximate_cache 'interval' refreshes all rows of a batch together: it needs tokens_per_step or steps")
+        elif any(every is not None for every in refresh.values()):
+            raise ValueError(f"{' and '.join(n for n, v in refresh.items() if v is not None)}: only approximate_cache 'interval' refreshes")
         if self.stop_length is not None and (self.stop_length < 1 or self.stop_length % self.block_length):
             raise ValueError(f"stop_length is {self.stop_length}; it must be a multiple of block_length, {self.block_length}")
         if self.top_k is not None and self.top_k < 1:
@@ -277,30 +290,42 @@ class _WholeSequence:
 
 
 class _ApproximateCache(_WholeSequence):
-    """Full attention; the first step of a block computes everything, the others only the block (and, with "prefix", what is behind it)."""
+    """Full attention; a step computes only a window, against keys and values that are as old as the last forward over their positions.
+    See `DecodeConfig.approximate_cache` for which window that is."""
 
     def __init__(self, model: DiffusionLM, canvas: _Canvas, prompt_length_B: Tensor, config: DecodeConfig):
         super().__init__(model, canvas, prompt_length_B, config)
-        self.cache: BlockCache | None = None
-        self.cached_rows = torch.empty(0, dtype=torch.long)
+        self.cache = model.new_whole_cache(self.ids.shape[1])
+        self.cached_rows = torch.arange(self.ids.shape[0], device=self.ids.device)
+        self.step = 0
 
     def start(self, block_AS: Tensor, first: int, rows: Tensor) -> bool:
-        self.cache = None
+        if self.config.approximate_cache != "interval":
+            self.cache, self.cached_rows = self.model.new_whole_cache(self.ids.shape[1]), rows
         return super().start(block_AS, first, rows)
 
+    def _window(self, block: slice) -> slice:
+        """The positions that this step computes."""
+        length, config = self.ids.shape[1], self.config
+        if config.approximate_cache == "interval":
+            assert config.prompt_refresh is not None and config.response_refresh is not None
+            if self.step % config.prompt_refresh == 0:
+                return slice(0, length)
+            return slice(self.prefix, length) if self.step % config.response_refresh == 0 else block
+        if self.cache.row_BLD is None:
+            return slice(0, length)
+        return block if config.approximate_cache == "dual" else slice(block.start, length)
+
     def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor:
-        length, end = self.ids.shape[1], self.first + block_AS.shape[1]
-        self.ids[rows, self.first : end] = block_AS
-        window = slice(self.first, end if self.config.approximate_cache == "dual" else length)
-        if self.cache is None:
-            hidden, self.cache = self.model.full_hidden(self.ids[rows], self.valid[rows], window)
-            self.cached_rows = rows
-            return hidden[:, self.first : end]
+        block = slice(self.first, self.first + block_AS.shape[1])
+        self.ids[rows, block] = block_AS
         if rows.shape[0] < self.cached_rows.shape[0]:
             self.cache.select(torch.isin(self.cached_rows, rows).nonzero()[:, 0])
             self.cached_rows = rows
-        hidden = self.model.window_hidden(self.ids[rows, window], self.valid[rows], window, self.cache)
-        return hidden[:, : end - self.first]
+        window = self._window(block)
+        hidden = self.model.window_hidden(self.ids[rows, window], self.valid[rows], window.start, self.cache)
+        self.step += 1
+        return hidden[:, block.start - window.start : block.stop - window.start]
 
 
 class _CachedBlocks:
@@ -424,6 +449,11 @@ def decode(
         raise ValueError(
             "use_cache: with a bidirectional prompt and blocks from position 0 the keys of the prompt change with the first block; "
             "decode with use_cache=False"
+        )
+    if config.approximate_cache == "interval" and (rule is not None or facts.block_origin == "zero"):
+        raise ValueError(
+            "approximate_cache 'interval' refreshes all rows of a batch together: it takes no rule of one's own, and blocks that begin at "
+            "the prompt's end"
         )
     if config.temperature > 0 and (seeds is None or len(seeds) != prompt_BP.shape[0]):
         raise ValueError(f"temperature {config.temperature} samples: give one seed for each of the {prompt_BP.shape[0]} rows")

@@ -8,6 +8,7 @@ from conftest import random_hf, random_model, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cdlm import unmask
 from cdlm.decode import DecodeConfig, changed, choose, decode, likely, score
 from cdlm.families.base import DiffusionLM, Facts
 
@@ -424,18 +425,18 @@ def test_approximate_caches_compute_a_window_against_what_was(kind, shift):
     ids, valid = torch.cat([ids, torch.full((2, 8), 1)], dim=1), torch.cat([valid, torch.ones(2, 8, dtype=torch.bool)], dim=1)
     window = slice(9, 13 if kind == "dual" else 17)
     with torch.no_grad():
-        whole, cache = model.full_hidden(ids, valid, window)
+        cache = model.new_whole_cache(17)
+        whole = model.window_hidden(ids, valid, 0, cache)
         assert torch.allclose(whole[valid], model.sequence_hidden(ids, valid)[valid], atol=1e-5)
-        assert torch.allclose(model.window_hidden(ids[:, window], valid, window, cache), whole[:, window], atol=1e-5)
+        assert torch.allclose(model.window_hidden(ids[:, window], valid, 9, cache), whole[:, window], atol=1e-5)
         changed_ids = ids.clone()
         changed_ids[:, 9:11] = 20
-        there = model.window_hidden(changed_ids[:, window], valid, window, cache)
+        there = model.window_hidden(changed_ids[:, window], valid, 9, cache)
         exact = model.sequence_hidden(changed_ids, valid)[:, window]
         assert 1e-3 < float((there - exact).abs().max())
-        _, single = model.full_hidden(ids[:1, 3:], valid[:1, 3:], slice(6, window.stop - 3))
-        assert torch.allclose(
-            model.window_hidden(changed_ids[:1, window], valid[:1, 3:], slice(6, window.stop - 3), single), there[:1], atol=1e-5
-        )
+        single = model.new_whole_cache(14)
+        model.window_hidden(ids[:1, 3:], valid[:1, 3:], 0, single)
+        assert torch.allclose(model.window_hidden(changed_ids[:1, window], valid[:1, 3:], 6, single), there[:1], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "dual"])
@@ -449,6 +450,57 @@ def test_approximate_caches_take_fewer_tokens_a_step(kind):
     asked = DecodeConfig(12, 4, tokens_per_step=2, block_causal=False, use_cache=False, approximate_cache=kind, stop_at_eos=False)
     decode(model, ids, valid, asked)
     assert widths == ([17, 4] * 3 if kind == "dual" else [17, 12, 17, 8, 17, 4])
+
+
+def interval(prompt, response, **values):
+    return DecodeConfig(
+        **{"max_new_tokens": 12, "block_length": 4, "tokens_per_step": 1} | values, block_causal=False, use_cache=False,
+        approximate_cache="interval", prompt_refresh=prompt, response_refresh=response,
+    )  # fmt: skip
+
+
+def test_interval_refresh_computes_everything_the_answer_or_the_block():
+    """Prompt of 5, budget 12 in blocks of 4, one token a step, 12 steps: all 17 tokens at steps 0, 6; the answer's 12 at 2, 4, 8, 10; else
+    the block's 4."""
+    model, widths = random_model(), []
+    rows = model._rows
+    model._rows = lambda ids, *rest: (widths.append(ids.shape[1]), rows(ids, *rest))[1]
+    ids, valid = random_prompts([5])
+    decode(model, ids, valid, interval(6, 2, stop_at_eos=False))
+    assert widths == [17, 4, 12, 4, 12, 4] * 2
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_interval_refresh_is_exact_at_interval_1_and_a_batch_is_its_rows(shift):
+    """Everything refreshed at every step is the naive decoding; with longer intervals a batch still is each row alone, also once rows have
+    stopped, and what is said differs from the naive decoding's."""
+    model = ending_model(facts={"logit_shift": shift})
+    lengths = [5, 9, 2, 7, 3, 11, 4]
+    ids, valid = random_prompts(lengths)
+    naive = decode(model, ids, valid, DecodeConfig(12, 4, tokens_per_step=1, block_causal=False, use_cache=False))
+    assert torch.equal(decode(model, ids, valid, interval(1, 1)).filled_BM, naive.filled_BM)
+    old = decode(model, ids, valid, interval(100, 100))
+    assert shift or len(set(old.steps)) > 1, "some row stops before another"
+    for row, length in enumerate(lengths):
+        alone = decode(model, ids[row][valid[row]][None], torch.ones(1, length, dtype=torch.bool), interval(100, 100))
+        assert torch.equal(alone.filled_BM[0], old.filled_BM[row]) and alone.steps[0] == old.steps[row]
+    assert not torch.equal(old.filled_BM, naive.filled_BM)
+
+
+def test_interval_refresh_needs_rows_that_go_together():
+    model = random_model()
+    ids, valid = random_prompts([5])
+    with pytest.raises(ValueError, match="takes no rule of one's own"):
+        decode(model, ids, valid, interval(4, 2), rule=unmask.top_k(1))
+    with pytest.raises(ValueError, match="begin at the prompt's end"):
+        decode(random_model(facts=ZERO), ids, valid, interval(4, 2))
+    for prompt, response, words in ((0, 2, "prompt_refresh is 0"), (4, None, "response_refresh is None")):
+        with pytest.raises(ValueError, match=words):
+            interval(prompt, response)
+    with pytest.raises(ValueError, match="needs tokens_per_step or steps"):
+        interval(4, 2, tokens_per_step=None, confidence_threshold=0.5)
+    with pytest.raises(ValueError, match="prompt_refresh: only approximate_cache 'interval'"):
+        DecodeConfig(12, 4, tokens_per_step=1, prompt_refresh=4)
 
 
 def test_steps_are_at_most_those_asked_for_where_blocks_start_at_zero():

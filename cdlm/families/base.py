@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cdlm import attention, masks
-from cdlm.cache import BlockCache
+from cdlm.cache import BlockCache, WholeCache
 
 CHOICES = {
     "noise": ("absorbing",),
@@ -98,7 +98,7 @@ class DiffusionLM(nn.Module):
         return self.hf.get_output_embeddings()
 
     def _rows(
-        self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | None, before_BL: Tensor | None = None
+        self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | WholeCache | None, before_BL: Tensor | None = None
     ) -> Tensor:
         """Raw hidden rows after the final norm, [B, L, D].
 
@@ -200,34 +200,28 @@ class DiffusionLM(nn.Module):
         """Aligned logits of noisy answer slots, [B, N, V]; arguments as in `noisy_clean_hidden`."""
         return self.head(self.noisy_clean_hidden(*args, **kwargs))
 
-    def full_hidden(self, ids_BL: Tensor, valid_BL: Tensor, window: slice) -> tuple[Tensor, BlockCache]:
-        """Aligned hidden rows of whole sequences under full attention, [B, L, D], and a cache that holds the keys and values of all tokens
-        outside a window, as this forward had them."""
-        position_BL = masks.positions(valid_BL)
-        cache = self.new_cache(valid_BL.sum(dim=1), ids_BL.shape[1])
-        mask = self._mask(masks.clean(masks.full(position_BL), position_BL, valid_BL))
-        row_BLD = self._rows(ids_BL, mask, position_BL, cache)
-        cache.keep_outside(window.start, window.stop)
-        cache.boundary_BD = row_BLD[:, window.start - 1] if window.start else None
-        return self._align(row_BLD, None), cache
+    def window_hidden(self, ids_BW: Tensor, valid_BL: Tensor, start: int, cache: WholeCache) -> Tensor:
+        """Aligned hidden rows of a window's tokens, [B, W, D], under full attention; keys and values of all other positions are those that
+        the cache holds, and it keeps those of the window.
 
-    def window_hidden(self, ids_BW: Tensor, valid_BL: Tensor, window: slice, cache: BlockCache) -> Tensor:
-        """Aligned hidden rows of a window's tokens, [B, W, D], under full attention against the keys and values that `full_hidden` kept.
-
-        valid_BL: of the whole sequence.
+        valid_BL: of the whole sequence. start: where the window begins.
         """
-        position_BL = masks.positions(valid_BL)
-        outside = torch.cat([torch.arange(window.start), torch.arange(window.stop, valid_BL.shape[1])]).to(valid_BL.device)
-        inside_BW, position_BW = valid_BL[:, window], position_BL[:, window]
-        mask = self._mask(masks.clean(
-            masks.full(position_BW), torch.cat([position_BL[:, outside], position_BW], dim=1),
-            torch.cat([valid_BL[:, outside], inside_BW], dim=1),
-        ))  # fmt: skip
-        return self._align(self._rows(ids_BW, mask, position_BW, cache), cache.boundary_BD)
+        position_BL, width = masks.positions(valid_BL), ids_BW.shape[1]
+        position_BW = position_BL[:, start : start + width]
+        mask = self._mask(masks.clean(masks.full(position_BW), position_BL, valid_BL))
+        cache.write_at(start)
+        row_BWD = self._rows(ids_BW, mask, position_BW, cache)
+        cache.keep(row_BWD, start)
+        assert cache.row_BLD is not None
+        return self._align(row_BWD, cache.row_BLD[:, start - 1] if start else None)
 
     def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
         """An empty cache for prompts of these lengths and `capacity` tokens a row, padding included."""
         return BlockCache(layers=self.hf.config.num_hidden_layers, capacity=capacity, prompt_length_B=prompt_length_B)
+
+    def new_whole_cache(self, length: int) -> WholeCache:
+        """An empty cache for sequences of `length` tokens, padding included."""
+        return WholeCache(layers=self.hf.config.num_hidden_layers, length=length)
 
     def denoise(
         self, block_BS: Tensor, cache: BlockCache, block_length: int, commit: tuple[Tensor, Tensor] | None = None
