@@ -60,6 +60,7 @@ class BlockCache(Cache):
 
     position_BK, valid_BK: absolute position of each committed key, and whether it is a real token (not left padding).
     prompt_length_B: real prompt tokens of each row.
+    next_position_B: absolute position of the next token of each row.
     boundary_BD: last hidden row of the committed part, kept for models whose logits are shifted by one.
     padded: whether some committed key may be padding.
     layer: what a layer keeps; an architecture that is not local in positions keeps more than keys and values.
@@ -71,19 +72,16 @@ class BlockCache(Cache):
         self.prompt_length_B = prompt_length_B
         self.position_BK = torch.zeros(batch, 0, dtype=torch.long, device=device)
         self.valid_BK = torch.zeros(batch, 0, dtype=torch.bool, device=device)
+        self.next_position_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.boundary_BD: Tensor | None = None
         self.padded = False
-
-    @property
-    def next_position_B(self) -> Tensor:
-        """Absolute position of the next token of each row."""
-        return self.valid_BK.sum(dim=1)
 
     def commit(self, position_BC: Tensor, valid_BC: Tensor, boundary_BD: Tensor) -> None:
         """Keep the first C positions that the last forward wrote."""
         self.padded = self.padded or not bool(valid_BC.all())
         self.position_BK = torch.cat([self.position_BK, position_BC], dim=1)
         self.valid_BK = torch.cat([self.valid_BK, valid_BC], dim=1)
+        self.next_position_B = self.next_position_B + valid_BC.sum(dim=1)
         self.boundary_BD = boundary_BD
         for layer in self.layers:
             layer.commit(valid_BC)
@@ -92,9 +90,8 @@ class BlockCache(Cache):
         """Keep only these rows of the batch."""
         for layer in self.layers:
             layer.select(rows)
-        self.prompt_length_B, self.position_BK, self.valid_BK = (
-            self.prompt_length_B[rows], self.position_BK[rows], self.valid_BK[rows]
-        )
+        self.prompt_length_B, self.next_position_B = self.prompt_length_B[rows], self.next_position_B[rows]
+        self.position_BK, self.valid_BK = self.position_BK[rows], self.valid_BK[rows]
         if self.boundary_BD is not None:
             self.boundary_BD = self.boundary_BD[rows]
 

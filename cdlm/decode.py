@@ -13,6 +13,7 @@ Shapes: B rows, A rows still decoding, P prompt tokens, N new tokens, M filled s
 V vocabulary, D width.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -364,7 +365,9 @@ class _CachedBlocks:
 
 def without(logits_ASV: Tensor, token_id: int) -> Tensor:
     """The logits in fp32 with one token's at -inf: it has probability 0."""
-    return logits_ASV.float().index_fill(-1, torch.tensor([token_id], device=logits_ASV.device), -torch.inf)
+    out = logits_ASV.to(torch.float32, copy=True)
+    out[..., token_id] = -torch.inf
+    return out
 
 
 def likely(logits_ASV: Tensor, top_k: int | None, top_p: float | None, temperature: float = 1.0) -> Tensor:
@@ -513,11 +516,11 @@ def decode(
                     block, step, first - canvas.tail_B[row_A[where]], row_A[where], hidden_ASD[seen], token_AS[seen], confidence_AS[seen],
                     reveal_AS[seen], block_AS[where],
                 ))
-            # The one wait for the device in a step: is a slot open, and were all probabilities finite?
-            state = torch.stack([open_AS.any(dim=1), ~confidence_AS.isfinite().all().expand(len(rows))]).tolist()
-            if state[1][0]:
+            # The one wait for the device in a step: how many slots are open, and is the sum of all probabilities a number?
+            *left, total = torch.cat([open_AS.sum(dim=1), confidence_AS.sum()[None]]).tolist()
+            if not math.isfinite(total):
                 raise FloatingPointError(f"a logit is not finite in block {block}, step {step}: the model or its input is broken")
-            still = [i for i, is_open in enumerate(state[0]) if is_open]
+            still = [i for i, count in enumerate(left) if count]
             step += 1
         source.finish(block_AS, row_A)
         canvas.ids_BG[row_A, first:end] = block_AS

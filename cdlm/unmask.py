@@ -16,7 +16,7 @@ Rule = Callable[[Tensor, Tensor, int], Tensor]
 def most_confident(confidence_BL: Tensor, open_BL: Tensor, count: int) -> Tensor:
     """The `count` most confident open slots of each row (all of them if fewer are open)."""
     score_BL = confidence_BL.float().masked_fill(~open_BL, -torch.inf)
-    top = score_BL.topk(min(count, score_BL.shape[1]), dim=1).indices
+    top = score_BL.argmax(dim=1, keepdim=True) if count == 1 else score_BL.topk(min(count, score_BL.shape[1]), dim=1).indices
     return torch.zeros_like(open_BL).scatter(1, top, True) & open_BL
 
 

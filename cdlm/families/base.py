@@ -119,6 +119,12 @@ class DiffusionLM(nn.Module):
         """A mask in the form that the model's attention takes."""
         return seen.packed() if self._packs else masks.dense(seen)
 
+    def _no_mask(self, device: torch.device) -> Tensor | None:
+        """What lets every query see every key, in the form that the model's attention takes; None where that is a mask like any other."""
+        if self._packs:
+            return masks.everything(device)
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if self.hf.config._attn_implementation == "sdpa" else None
+
     def _align(self, row_BLD: Tensor, before_BD: Tensor | None) -> Tensor:
         """Rows such that row i predicts token i. `before` precedes the first row (None: there is nothing before it)."""
         if not self.facts.logit_shift:
@@ -232,16 +238,18 @@ class DiffusionLM(nn.Module):
             block, the finished block before any other. They go through the same forward, under the block-causal mask, and
             their keys and values stay in the cache; those of the block do not.
         """
+        fresh_valid_BL = torch.ones_like(block_BS, dtype=torch.bool)
         if commit is None:
-            ids_BL, fresh_valid_BL, count = block_BS, torch.ones_like(block_BS, dtype=torch.bool), 0
+            ids_BL, count = block_BS, 0
+            position_BL = cache.next_position_B[:, None] + torch.arange(block_BS.shape[1], device=block_BS.device)
         else:
-            ids_BL = torch.cat([commit[0], block_BS], dim=1)
-            fresh_valid_BL = torch.cat([commit[1], torch.ones_like(block_BS, dtype=torch.bool)], dim=1)
-            count = commit[0].shape[1]
-        position_BL = cache.next_position_B[:, None] + masks.positions(fresh_valid_BL)
+            ids_BL, count = torch.cat([commit[0], block_BS], dim=1), commit[0].shape[1]
+            fresh_valid_BL = torch.cat([commit[1], fresh_valid_BL], dim=1)
+            position_BL = cache.next_position_B[:, None] + masks.positions(fresh_valid_BL)
         causal_tail = self.facts.block_origin == "zero" and self.facts.prompt_attention == "causal"
-        if commit is None and not cache.padded and self._packs and not causal_tail:
-            mask = masks.everything(block_BS.device)  # a block sees all that is committed, and itself
+        nothing_hidden = self._no_mask(block_BS.device) if commit is None and not cache.padded and not causal_tail else None
+        if nothing_hidden is not None:
+            mask = nothing_hidden  # a block sees all that is committed, and itself
         else:
             mask = self._mask(masks.clean(
                 self._horizon(position_BL, cache.prompt_length_B, block_length),
