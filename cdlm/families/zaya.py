@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cdlm import masks
-from cdlm.cache import BlockCache, BlockLayer
+from cdlm.cache import BlockCache, BlockLayer, WholeCache
 from cdlm.families import causal
 from cdlm.families.base import DiffusionLM, Facts
 
@@ -144,7 +144,7 @@ class ZayaLM(DiffusionLM):
                 module.forward = MethodType(packed_projection, module)
 
     def _rows(
-        self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | None, before_BL: Tensor | None = None
+        self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | WholeCache | None, before_BL: Tensor | None = None
     ) -> Tensor:
         if before_BL is None:
             before_BL = _following(position_BL, cache)
@@ -163,7 +163,7 @@ class ZayaLM(DiffusionLM):
         """
         return self._rows(ids_BQ, self._mask(sight), position_BQ, cache, before_BQ)
 
-    def full_hidden(self, ids_BL: Tensor, valid_BL: Tensor, window: slice) -> tuple[Tensor, BlockCache]:
+    def new_whole_cache(self, length: int) -> WholeCache:
         """Refused: the tokens of a window would need the state before it, which changes with every step."""
         raise ValueError(f"{NAME}: approximate_cache is for models whose attention alone mixes tokens; use the block cache, which is exact")
 
