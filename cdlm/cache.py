@@ -4,10 +4,15 @@ transformers' Cache.
 A block cache has a committed prefix and room behind it. A forward writes its keys and values into the room and sees
 prefix and room; nothing of it stays unless it is committed. So a block can be refined any number of times against the
 same prefix with no copy and no crop, and the last refinement, whose keys still come from mask tokens, leaves no trace.
+Rows may keep different numbers of what a forward wrote (draft and verify): a row's kept tokens stand side by side, the
+room begins behind the longest row, and what lies between is marked as no token.
 Shapes: B rows, H key-value heads, K keys, D head dimension.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -37,6 +42,19 @@ class BlockLayer(CacheLayerMixin):
         self.values[:, :, self.committed : end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def accept(self, count_B: Tensor, most: int, end_B: Tensor | None, width: int) -> None:
+        """Keep, of what the last update wrote for row b, the first count_B[b] positions (at most `most`) and nothing else.
+
+        end_B: the slot behind each row's last kept position, to which the new ones move; None where they stand in their place already.
+        width: where the next update writes. A layer that remembers more than keys and values keeps the same rows of that.
+        """
+        if end_B is not None:
+            place = (end_B[:, None] + torch.arange(most, device=end_B.device))[:, None, :, None]
+            for held in (self.keys, self.values):
+                fresh = held[:, :, self.committed : self.committed + most].clone()
+                held.scatter_(2, place.expand_as(fresh), fresh)
+        self.committed = width
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.committed + query_length, 0
 
@@ -45,10 +63,6 @@ class BlockLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.capacity
-
-    def commit(self, valid_BC: Tensor) -> None:
-        """Keep the first C positions of the last forward. valid_BC: real tokens."""
-        self.committed += valid_BC.shape[1]
 
     def select(self, rows: Tensor) -> None:
         if self.is_initialized:
@@ -63,10 +77,11 @@ class BlockCache(Cache):
     next_position_B: absolute position of the next token of each row.
     boundary_BD: last hidden row of the committed part, kept for models whose logits are shifted by one.
     padded: whether some committed key may be padding.
+    ends: the slot behind each row's last committed key; None while that is the same for all.
     layer: what a layer keeps; an architecture that is not local in positions keeps more than keys and values.
     """
 
-    def __init__(self, layers: int, capacity: int, prompt_length_B: Tensor, layer: type[BlockLayer] = BlockLayer):
+    def __init__(self, layers: int, capacity: int, prompt_length_B: Tensor, layer: Callable[[int], BlockLayer] = BlockLayer):
         super().__init__(layers=[layer(capacity) for _ in range(layers)])
         batch, device = prompt_length_B.shape[0], prompt_length_B.device
         self.prompt_length_B = prompt_length_B
@@ -75,6 +90,7 @@ class BlockCache(Cache):
         self.next_position_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.boundary_BD: Tensor | None = None
         self.padded = False
+        self.ends: list[int] | None = None
 
     def commit(self, position_BC: Tensor, valid_BC: Tensor, boundary_BD: Tensor) -> None:
         """Keep the first C positions that the last forward wrote."""
@@ -82,9 +98,34 @@ class BlockCache(Cache):
         self.position_BK = torch.cat([self.position_BK, position_BC], dim=1)
         self.valid_BK = torch.cat([self.valid_BK, valid_BC], dim=1)
         self.next_position_B = self.next_position_B + valid_BC.sum(dim=1)
-        self.boundary_BD = boundary_BD
+        self.boundary_BD, self.ends = boundary_BD, None
+        count, width = position_BC.shape[1], self.position_BK.shape[1]
+        column_C = torch.arange(1, count + 1, device=valid_BC.device)
+        count_B = F.pad(column_C * valid_BC, (1, 0)).amax(dim=1)  # up to a row's last real token; nothing of one that is all padding
         for layer in self.layers:
-            layer.commit(valid_BC)
+            layer.accept(count_B, count, None, width)
+
+    def accept(self, counts: Sequence[int]) -> None:
+        """Keep the first counts[b] positions that the last forward wrote for row b, real tokens that follow the row's others.
+
+        A batch of one row, or rows that are equally far, keep them where they are; else each row's are moved behind its last one.
+        """
+        width, most = self.position_BK.shape[1], max(counts)
+        ends = self.ends if self.ends is not None else [width] * len(counts)
+        after = [end + count for end, count in zip(ends, counts, strict=True)]
+        device = self.position_BK.device
+        end_B1, count_B = torch.tensor(ends, device=device)[:, None], torch.tensor(counts, device=device)
+        slot_W, more = torch.arange(max(after), device=device), max(after) - width
+        fresh_BW = (slot_W >= end_B1) & (slot_W < end_B1 + count_B[:, None])
+        position_BW = self.next_position_B[:, None] + slot_W - end_B1
+        self.position_BK = torch.where(fresh_BW, position_BW, F.pad(self.position_BK, (0, more)))
+        self.valid_BK = fresh_BW | F.pad(self.valid_BK, (0, more))
+        self.next_position_B = self.next_position_B + count_B
+        moves = min(ends) < width
+        for layer in self.layers:
+            layer.accept(count_B, most, end_B1[:, 0] if moves else None, max(after))
+        ragged = min(after) < max(after)
+        self.ends, self.padded = (after if ragged else None), self.padded or ragged
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
@@ -94,6 +135,9 @@ class BlockCache(Cache):
         self.position_BK, self.valid_BK = self.position_BK[rows], self.valid_BK[rows]
         if self.boundary_BD is not None:
             self.boundary_BD = self.boundary_BD[rows]
+        if self.ends is not None:
+            ends = self.ends
+            self.ends = [ends[row] for row in rows.tolist()]
 
 
 class WholeLayer(BlockLayer):

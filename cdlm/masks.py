@@ -16,6 +16,7 @@ Shapes: B rows, L tokens, P prefix, C clean tokens, N noisy tokens, Q queries, K
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,51 +173,94 @@ def noisy_clean(
     return sight(parts, parts)
 
 
-def tidar_training(valid_BS: Tensor, block_length: int) -> Sight:
-    """TiDAR's training mask, [clean | masks], both of S tokens: causal text, and blocks of masks that see the text before them.
+class Packed(NamedTuple):
+    """Several runs of one text in one forward: who looks at whom, where each query stands, and what it comes after.
 
-    Blocks start at multiples of block_length, counted over real tokens. (TiDAR, arXiv 2511.08923, figure 2.)
+    before_BQ: index of the query row that holds the token before it in its own run; -1 where that is the last committed token of the
+    cache (or, without a cache, nothing). Attention does not need it; models that mix neighbouring tokens do.
+    """
+
+    sight: Sight
+    position_BQ: Tensor
+    before_BQ: Tensor
+
+
+def _after(first_B1: Tensor, start: int, count: int) -> Tensor:
+    """`before` of a run of rows that stands at query `start`: its first row comes after `first`, each other one after its neighbour."""
+    rest = torch.arange(start, start + max(count - 1, 0), device=first_B1.device).expand(len(first_B1), -1)
+    return torch.cat([first_B1, rest], dim=1)[:, :count]
+
+
+def tidar_training(valid_BS: Tensor, block_length: int, skip: int = 0) -> Packed:
+    """TiDAR's training layout, [clean | masks]: causal text, and blocks of masks that see the text before their own block.
+
+    Both have S tokens; with `skip` the masks stand for the columns from there on alone, and a block that begins before that column is
+    padding. Blocks start at multiples of block_length, counted over real tokens. A mask row has the position of the token it stands for,
+    and follows the mask before it, or, at the head of a block, the clean token there. (TiDAR, arXiv 2511.08923, figure 2.)
     """
     position_BS = positions(valid_BS)
+    width, device = valid_BS.shape[1], valid_BS.device
+    position_BM, valid_BM = position_BS[:, skip:], valid_BS[:, skip:]
+    column_M = torch.arange(skip, width, device=device)
+    start_BM = column_M - position_BM % block_length  # the column at which a row's block begins
+    valid_BM = valid_BM & (start_BM >= skip)
     text = Tokens(position_BS, position_BS, valid_BS)
-    nothing_asked = torch.zeros(len(valid_BS), dtype=torch.long, device=valid_BS.device)
-    return noisy_clean(position_BS, valid_BS, text, nothing_asked, block_length, origin="zero", clean_first=True)
+    nothing_asked = torch.zeros(len(valid_BS), dtype=torch.long, device=device)
+    seen = noisy_clean(position_BM, valid_BM, text, nothing_asked, block_length, origin="zero", clean_first=True)
+    column_S = torch.arange(width, device=device)
+    text_before = torch.where(valid_BS & (position_BS > 0), column_S - 1, -1)
+    masks_before = torch.where(start_BM == column_M, column_M - 1, width - skip + column_M - 1)
+    masks_before = torch.where(valid_BM & (position_BM > 0), masks_before, -1)
+    return Packed(seen, torch.cat([position_BS, position_BM], dim=1), torch.cat([text_before, masks_before], dim=1))
 
 
-def tidar_decoding(prefix_valid_BP: Tensor, draft_length: int, *, prefix_last: bool = False) -> tuple[Sight, Tensor]:
-    """One step of draft and verify: K drafts, then K proposals of K masks, against a cached prefix of P tokens.
+def tidar_decoding(
+    prefix_valid_BP: Tensor, drafts: int, proposals: int | None = None, slots: int | None = None, *, prefix_last: bool = False
+) -> Packed:
+    """One step of draft and verify against a cached prefix of L real tokens: K drafts, then M proposals of S masks.
 
-    Draft j stands at position L + j and is causal; proposal r (1 to K) stands at L + r ... L + r + K - 1, sees the prefix, the
-    first r drafts and itself. K (K + 1) queries. Keys stand as [prefix | queries], or [queries | prefix] with prefix_last, for
-    which a mask can be built once and cut to length. Gives the mask and the queries' positions [B, K (K + 1)].
-    (TiDAR, arXiv 2511.08923, figure 3.)
+    Draft j (from 0) stands at position L + j and is causal; proposal r (1 to M, M at most K) stands at L + r ... L + r + S - 1, sees the
+    prefix, the first r drafts and itself, and comes after draft r. K + M S queries; M and S are K if not given, which is the paper's
+    layout of K (K + 1). Keys stand as [prefix | queries], or [queries | prefix] with prefix_last, for which a mask can be built once and
+    cut to length. (TiDAR, arXiv 2511.08923, figure 3.)
     """
-    count, device = draft_length, prefix_valid_BP.device
+    count = drafts if proposals is None else proposals
+    slots = drafts if slots is None else slots
+    if not 0 <= count <= drafts:
+        raise ValueError(f"{count} proposals for {drafts} drafts; a proposal follows each of the first drafts, so at most {drafts}")
+    batch, device = len(prefix_valid_BP), prefix_valid_BP.device
     length_B1 = prefix_valid_BP.sum(dim=1, keepdim=True)
-    draft_BK = length_B1 + torch.arange(count, device=device)
-    number = torch.arange(1, count + 1, device=device).repeat_interleave(count)
-    proposal_BM = length_B1 + number + torch.arange(count, device=device).repeat(count)
+    draft_BK = length_B1 + torch.arange(drafts, device=device)
+    number = torch.arange(1, count + 1, device=device).repeat_interleave(slots)
+    proposal_BM = length_B1 + number + torch.arange(slots, device=device).repeat(count)
     here = torch.ones_like(draft_BK, dtype=torch.bool), torch.ones_like(proposal_BM, dtype=torch.bool)
-    drafts = Tokens(draft_BK, draft_BK, here[0])
-    proposals = Tokens(proposal_BM, length_B1 + number - 1, here[1], number.expand_as(proposal_BM))
+    texts = Tokens(draft_BK, draft_BK, here[0])
+    blocks_of_masks = Tokens(proposal_BM, length_B1 + number - 1, here[1], number.expand_as(proposal_BM))
     place_BP = positions(prefix_valid_BP)
     prefix = Tokens(place_BP, place_BP, prefix_valid_BP)
-    keys = [drafts, proposals, prefix] if prefix_last else [prefix, drafts, proposals]
-    return sight([drafts, proposals], keys), torch.cat([draft_BK, proposal_BM], dim=1)
+    keys = [texts, blocks_of_masks, prefix] if prefix_last else [prefix, texts, blocks_of_masks]
+    start_B1 = torch.full((batch, 1), -1, device=device)
+    before = [_after(start_B1, 0, drafts)]
+    before += [_after(start_B1 + r, drafts + (r - 1) * slots, slots) for r in range(1, count + 1)]  # draft r is query r - 1
+    return Packed(sight([texts, blocks_of_masks], keys), torch.cat([draft_BK, proposal_BM], dim=1), torch.cat(before, dim=1))
 
 
-def tidar_prefill(prompt_valid_BP: Tensor, draft_length: int) -> tuple[Sight, Tensor]:
+def tidar_prefill(prompt_valid_BP: Tensor, slots: int, *, masks_last: bool = False) -> Packed:
     """The first forward of draft and verify, [masks | prompt]: a causal prompt that sees no mask, and masks behind it that see it and
-    one another. Gives the mask and all positions [B, K + P]."""
+    one another. With masks_last [prompt | masks], so that a cache can keep the first P rows. P + slots queries."""
     place_BP = positions(prompt_valid_BP)
     length_B1 = prompt_valid_BP.sum(dim=1, keepdim=True)
-    mask_BK = length_B1 + torch.arange(draft_length, device=place_BP.device)
+    mask_BK = length_B1 + torch.arange(slots, device=place_BP.device)
     everywhere = torch.ones_like(mask_BK, dtype=torch.bool)
-    parts = [
-        Tokens(mask_BK, (length_B1 - 1).expand_as(mask_BK), everywhere, torch.zeros_like(mask_BK)),
-        Tokens(place_BP, place_BP, prompt_valid_BP),
-    ]
-    return sight(parts, parts), torch.cat([mask_BK, place_BP], dim=1)
+    drafting = Tokens(mask_BK, (length_B1 - 1).expand_as(mask_BK), everywhere, torch.zeros_like(mask_BK))
+    text = Tokens(place_BP, place_BP, prompt_valid_BP)
+    parts = [text, drafting] if masks_last else [drafting, text]
+    width, offset, first = place_BP.shape[1], 0 if masks_last else slots, place_BP.shape[1] if masks_last else 0
+    column_P = torch.arange(offset, offset + width, device=place_BP.device)
+    text_before = torch.where(prompt_valid_BP & (place_BP > 0), column_P - 1, -1)
+    masks_before = _after(torch.full_like(length_B1, offset + width - 1), first, slots)
+    position, before = ([place_BP, mask_BK], [text_before, masks_before]) if masks_last else ([mask_BK, place_BP], [masks_before, text_before])
+    return Packed(sight(parts, parts), torch.cat(position, dim=1), torch.cat(before, dim=1))
 
 
 def dense(seen: Sight) -> Tensor:

@@ -134,7 +134,7 @@ def test_triton_is_naive_under_masks_with_groups(group):
     """[noisy | clean], TiDAR's training and decoding; group 3 does not divide a tile."""
     valid = torch.ones(2, 45, dtype=torch.bool)
     valid[0, :7] = False
-    for seen in (noisy_clean(50, 16), masks.tidar_training(valid, 8), masks.tidar_decoding(valid, 7)[0]):
+    for seen in (noisy_clean(50, 16), masks.tidar_training(valid, 8).sight, masks.tidar_decoding(valid, 7).sight):
         compare(seen, seen.horizon_BQ.shape[1], seen.position_BK.shape[1], group)
 
 
@@ -233,7 +233,7 @@ def test_tiles_left_out_are_dark_and_full_tiles_are_bright(data, kind, rows, key
         seen = noisy_clean(data.draw(st.integers(6, 16)), data.draw(st.integers(1, 5)))
     else:
         valid = torch.ones(1, data.draw(st.integers(1, 8)), dtype=torch.bool)
-        seen = masks.tidar_decoding(valid, data.draw(st.integers(1, 3)))[0]
+        seen = masks.tidar_decoding(valid, data.draw(st.integers(1, 3))).sight
     partial, full = tiles.verdicts(seen, rows, keys, group)
     allow = seen.allow().repeat_interleave(group, dim=1)
     for b, t, u in product(range(len(allow)), range(partial.shape[1]), range(partial.shape[2])):

@@ -236,7 +236,7 @@ def test_noisy_clean_is_the_double_loop(prompts, slots, block, origin, prompt_at
 def test_tidar_training_is_the_double_loop(lengths, block):
     width = max(lengths)
     valid = torch.tensor([[False] * (width - n) + [True] * n for n in lengths])
-    found = masks.tidar_training(valid, block).allow()
+    found = masks.tidar_training(valid, block).sight.allow()
     for b, n in enumerate(lengths):
         pad = width - n
         for q in range(pad, width):
@@ -254,7 +254,7 @@ def test_tidar_training_is_the_double_loop(lengths, block):
 def test_tidar_decoding_is_the_double_loop(lengths, drafts, last):
     width = max(lengths)
     valid = torch.tensor([[False] * (width - n) + [True] * n for n in lengths], dtype=torch.bool)
-    seen, position = masks.tidar_decoding(valid, drafts, prefix_last=last)
+    seen, position, _ = masks.tidar_decoding(valid, drafts, prefix_last=last)
     found = seen.allow()
     assert found.shape == (len(lengths), drafts * (drafts + 1), width + drafts * (drafts + 1))
     for b, n in enumerate(lengths):
@@ -273,18 +273,18 @@ def test_tidar_decoding_is_the_double_loop(lengths, drafts, last):
 
 
 def test_tidar_positions_are_those_of_the_papers_figure():
-    _, position = masks.tidar_decoding(torch.ones(1, 3, dtype=torch.bool), 3)
+    _, position, _ = masks.tidar_decoding(torch.ones(1, 3, dtype=torch.bool), 3)
     assert position.tolist() == [[3, 4, 5, 4, 5, 6, 5, 6, 7, 6, 7, 8]]  # figure 3: L = 3, K = 3
 
 
 def test_tidar_prefill_by_hand():
-    seen, position = masks.tidar_prefill(torch.tensor([[False, True, True]]), 2)
+    seen, position, _ = masks.tidar_prefill(torch.tensor([[False, True, True]]), 2)
     assert position.tolist() == [[2, 3, 0, 0, 1]]
     assert seen.allow()[0].int().tolist() == [[1, 1, 0, 1, 1], [1, 1, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
 
 
 def test_a_packed_mask_comes_back():
-    seen, _ = masks.tidar_decoding(torch.tensor([[False, True, True, True]]), 3)
+    seen, _, _ = masks.tidar_decoding(torch.tensor([[False, True, True, True]]), 3)
     packed = seen.packed()
     assert packed.shape == (1, 1, 2, 12 + 16) and packed.dtype == torch.int32
     assert torch.equal(masks.Sight.unpack(packed, 12).allow(), seen.allow())

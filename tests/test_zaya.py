@@ -7,9 +7,8 @@ import pytest
 import torch
 from conftest import random_prompts
 
-from cdlm import families, masks
+from cdlm import masks
 from cdlm.decode import DecodeConfig, decode
-from cdlm.families import zaya
 from cdlm.families.base import Facts
 from cdlm.families.wrap import wrap
 
@@ -89,7 +88,8 @@ def test_committing_piece_by_piece_equals_one_forward(chunks):
         for size in chunks:
             part = slice(start, start + size)
             position = cache.next_position_B[:, None] + masks.positions(valid[:, part])
-            mask = model._mask(masks.clean(position, torch.cat([cache.position_BK, position], 1), torch.cat([cache.valid_BK, valid[:, part]], 1)))
+            keys = torch.cat([cache.position_BK, position], dim=1), torch.cat([cache.valid_BK, valid[:, part]], dim=1)
+            mask = model._mask(masks.clean(position, *keys))
             row = model._rows(ids[:, part], mask, position, cache)
             cache.commit(position, valid[:, part], row[:, -1])
             found.append(model.head(row))
@@ -156,7 +156,8 @@ def test_blocks_of_one_token_are_transformers_greedy_decoding():
     model = random_zaya()
     ids, valid = random_prompts([6, 3, 9])
     whole = decode(model, ids, valid, DecodeConfig(12, 1, tokens_per_step=1, stop_at_eos=False)).ids_BN
-    wanted = random_hf().generate(ids, attention_mask=valid.long(), max_new_tokens=12, do_sample=False, eos_token_id=57, suppress_tokens=[1])
+    args = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "suppress_tokens": [1]}
+    wanted = random_hf().generate(ids, attention_mask=valid.long(), **args)
     assert torch.equal(whole, wanted[:, 9:])
 
 
@@ -174,11 +175,11 @@ def test_what_the_masks_do_not_follow_is_refused(name, value, message):
 # ---- TiDAR's layouts -------------------------------------------------------------------------------------------------
 
 
-def training_layout(ids, valid, block_length):
-    """[clean | masks] with each row's predecessor, counted one by one: ids, mask, positions, before."""
-    position, length = masks.positions(valid), ids.shape[1]
-    before = torch.full((len(ids), 2 * length), -1)
-    for b in range(len(ids)):
+def counted_before(valid, block_length):
+    """Each row's predecessor in [clean | masks], counted one by one."""
+    position, length = masks.positions(valid), valid.shape[1]
+    before = torch.full((len(valid), 2 * length), -1)
+    for b in range(len(valid)):
         for i in range(length):
             place = int(position[b, i])
             if not valid[b, i] or place == 0:
@@ -187,8 +188,7 @@ def training_layout(ids, valid, block_length):
             before[b, length + i] = i - 1 if place % block_length == 0 else length + i - 1
             if place < block_length:  # the first block: its masks follow nothing but one another
                 before[b, length + i] = length + i - 1
-    both = torch.cat([ids, torch.full_like(ids, 1)], dim=1)
-    return both, masks.tidar_training(valid, block_length), torch.cat([position, position], dim=1), before
+    return before
 
 
 @pytest.mark.parametrize("block_length", [1, 3, 4, 16])
@@ -196,9 +196,11 @@ def test_training_in_one_forward_is_a_causal_forward_and_a_forward_a_block(block
     """Texts of 11 and 7 tokens. Clean half: transformers' causal logits. Block r: those of [clean text before it, masks]."""
     model = random_zaya()
     ids, valid = random_prompts([11, 7])
-    both, sight, position, before = training_layout(ids, valid, block_length)
+    packed, both = masks.tidar_training(valid, block_length), torch.cat([ids, torch.full_like(ids, 1)], dim=1)
+    real = torch.cat([valid, valid], dim=1)
+    assert torch.equal(packed.before_BQ[real], counted_before(valid, block_length)[real])
     with torch.no_grad():
-        found = model.head(model.packed_hidden(both, position, sight, before))
+        found = model.head(model.packed_hidden(both, packed.position_BQ, packed.sight, packed.before_BQ))
     same(found[:, :11][valid], reference(model, ids, valid)[valid])
     for row, length in enumerate((11, 7)):
         text = ids[row, valid[row]][None]
@@ -211,7 +213,8 @@ def test_packing_by_mask_alone_is_wrong():
     """The same forward and mask, each row's predecessor taken to be the row before it, as transformers' own convolutions have it."""
     model = random_zaya()
     ids, valid = random_prompts([12])
-    both, sight, position, before = training_layout(ids, valid, 4)
+    both = torch.cat([ids, torch.full_like(ids, 1)], dim=1)
+    sight, position, before = masks.tidar_training(valid, 4)
     plain = torch.arange(24)[None] - 1
     with torch.no_grad():
         by_mask = model.head(model.packed_hidden(both, position, sight, plain))
@@ -225,16 +228,6 @@ def test_packing_by_mask_alone_is_wrong():
     assert bool((apart > 0.1).all()), "every block of masks would follow the wrong token"
 
 
-def step_layout(lengths, draft_length):
-    """Predecessors of K drafts and K proposals of K masks: the draft or mask before; of proposal r's first mask, draft r."""
-    count = draft_length
-    before = [*range(-1, count - 1)]
-    for r in range(1, count + 1):
-        first = count + (r - 1) * count
-        before += [r - 1, *range(first, first + count - 1)]
-    return torch.tensor(before).expand(lengths, -1)
-
-
 @pytest.mark.parametrize("draft_length", [1, 2, 4])
 def test_a_step_of_draft_and_verify_is_a_forward_a_text(draft_length):
     """Prefixes of 9 and 5 tokens in the cache; drafts against transformers on [prefix, drafts], proposal r on [prefix, r drafts, masks]."""
@@ -242,10 +235,10 @@ def test_a_step_of_draft_and_verify_is_a_forward_a_text(draft_length):
     prefix, valid = random_prompts([9, 5])
     draft, _ = random_prompts([count, count], seed=3)
     cache = model.prefill(prefix, valid, count * (count + 1), 1)
-    sight, position = masks.tidar_decoding(cache.valid_BK, count)
+    sight, position, before = masks.tidar_decoding(cache.valid_BK, count)
     ids = torch.cat([draft, torch.full((2, count * count), 1)], dim=1)
     with torch.no_grad():
-        found = model.head(model.packed_hidden(ids, position, sight, step_layout(2, count), cache))
+        found = model.head(model.packed_hidden(ids, position, sight, before, cache))
     for row, length in enumerate((9, 5)):
         text = torch.cat([prefix[row, valid[row]], draft[row]])[None]
         same(found[row, :count], reference(model, text)[0, length:])
@@ -265,14 +258,11 @@ def state_of(cache, row):
 def step(model, cache, draft, accepted):
     """One forward of K drafts and K proposals, of which each row keeps its first `accepted` drafts. Logits of all rows."""
     count = draft.shape[1]
-    sight, position = masks.tidar_decoding(cache.valid_BK, count)
+    sight, position, before = masks.tidar_decoding(cache.valid_BK, count)
     ids = torch.cat([draft, torch.full((len(draft), count * count), 1)], dim=1)
     with torch.no_grad():
-        row = model.packed_hidden(ids, position, sight, step_layout(len(draft), count), cache)
-    logits = model.head(row)
-    accepted = accepted(logits) if callable(accepted) else accepted
-    most = int(accepted.max())
-    cache.commit(position[:, :most], torch.arange(most) < accepted[:, None], row[:, most - 1])
+        logits = model.head(model.packed_hidden(ids, position, sight, before, cache))
+    cache.accept(accepted(logits) if callable(accepted) else accepted)
     return logits
 
 
@@ -285,7 +275,7 @@ def test_the_cache_after_a_step_is_that_of_the_committed_tokens_alone(accepted):
     text = [prompt[row, valid[row]] for row in range(2)]
     for seed in (3, 4):
         draft, _ = random_prompts([4, 4], seed=seed)
-        step(model, cache, draft, torch.tensor(accepted))
+        step(model, cache, draft, accepted)
         text = [torch.cat([text[row], draft[row, : accepted[row]]]) for row in range(2)]
         for row in range(2):
             fresh = model.prefill(text[row][None], torch.ones(1, len(text[row]), dtype=torch.bool), 0, 1)
@@ -309,9 +299,10 @@ def test_greedy_draft_and_verify_over_these_forwards_is_transformers_greedy_deco
 
         def accepted(logits, draft=draft, lengths=lengths):
             right = logits[:, : count - 1].argmax(-1) == draft[:, 1:]
-            return lengths.setdefault("kept", 1 + right.long().cumprod(dim=1).sum(dim=1))
+            return lengths.setdefault("kept", (1 + right.long().cumprod(dim=1).sum(dim=1)).tolist())
 
-        logits, kept = step(model, cache, draft, accepted), lengths["kept"]
+        logits = step(model, cache, draft, accepted)
+        kept = torch.tensor(lengths["kept"])
         for row in range(2):
             text[row] += draft[row, : kept[row]].tolist()
         proposed = logits[:, count:].view(2, count, count, -1)[torch.arange(2), kept - 1].argmax(-1)

@@ -221,6 +221,21 @@ class DiffusionLM(nn.Module):
         assert cache.row_BLD is not None
         return self._align(row_BWD, cache.row_BLD[:, start - 1] if start else None)
 
+    def packed_hidden(
+        self, ids_BQ: Tensor, position_BQ: Tensor, sight: masks.Sight, before_BQ: Tensor, cache: BlockCache | None = None
+    ) -> Tensor:
+        """Raw final-norm rows of several runs of one text in one forward, [B, Q, D]. Draft and verify, and its training, ask here.
+
+        Not aligned: facts.logit_shift is ignored. A clean row at token i predicts token i + 1 (the autoregressive head), a mask row
+        predicts its own position (the diffusion head); the caller knows which is which.
+
+        position_BQ: absolute positions. sight: who looks at whom, the cache's keys included. before_BQ: the query row that holds the
+        token before each row in its own run; -1 for the last committed token of the cache (without a cache: nothing before it).
+        Attention alone needs no such thing, so it is not read here; a family whose layers mix neighbouring tokens does.
+        cache: the forward sees its keys and writes its own behind them, where `BlockCache.accept` and `commit` may keep some.
+        """
+        return self._rows(ids_BQ, self._mask(sight), position_BQ, cache, before_BQ)
+
     def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
         """An empty cache for prompts of these lengths and `capacity` tokens a row, padding included."""
         return BlockCache(layers=self.hf.config.num_hidden_layers, capacity=capacity, prompt_length_B=prompt_length_B)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdlm import masks
 from cdlm.cache import BlockCache, BlockLayer, WholeCache
 from cdlm.families import causal
 from cdlm.families.base import DiffusionLM, Facts
@@ -63,17 +62,12 @@ class CCALayer(BlockLayer):
         self.last: tuple[Tensor, Tensor, Tensor] | None = None
         self.fresh: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def commit(self, valid_BC: Tensor) -> None:
-        super().commit(valid_BC)
-        place_BC = torch.arange(valid_BC.shape[1], device=valid_BC.device).expand_as(valid_BC)
-        self._keep(place_BC.masked_fill(~valid_BC, -1).amax(dim=1))
-
-    def _keep(self, place_B: Tensor) -> None:
-        """The state after the fresh row at this place, as it was where the place is -1."""
-        assert self.fresh is not None and self.last is not None, "a commit follows a forward"
+    def accept(self, count_B: Tensor, most: int, end_B: Tensor | None, width: int) -> None:
+        super().accept(count_B, most, end_B, width)
+        assert self.fresh is not None and self.last is not None, "rows are kept of a forward"
+        row_B = torch.arange(len(count_B), device=count_B.device)
         self.last = tuple(  # type: ignore[assignment]
-            torch.cat([last[:, None], fresh], dim=1)[torch.arange(len(place_B), device=place_B.device), place_B + 1]
-            for last, fresh in zip(self.last, self.fresh, strict=True)
+            torch.cat([last[:, None], fresh], dim=1)[row_B, count_B] for last, fresh in zip(self.last, self.fresh, strict=True)
         )
 
     def select(self, rows: Tensor) -> None:
@@ -154,15 +148,6 @@ class ZayaLM(DiffusionLM):
         )
         return out.last_hidden_state
 
-    def packed_hidden(
-        self, ids_BQ: Tensor, position_BQ: Tensor, sight: masks.Sight, before_BQ: Tensor, cache: BlockCache | None = None
-    ) -> Tensor:
-        """Final-norm hidden rows of several texts in one forward, [B, Q, D], not aligned.
-
-        before_BQ: number of each row's predecessor among the rows; -1 for the last committed token, or for nothing.
-        """
-        return self._rows(ids_BQ, self._mask(sight), position_BQ, cache, before_BQ)
-
     def new_whole_cache(self, length: int) -> WholeCache:
         """Refused: the tokens of a window would need the state before it, which changes with every step."""
         raise ValueError(f"{NAME}: approximate_cache is for models whose attention alone mixes tokens; use the block cache, which is exact")
@@ -181,7 +166,8 @@ def _following(position_BL: Tensor, cache: BlockCache | None) -> Tensor:
 def _refuse(config: Any) -> None:
     """A ValueError for what the masks and convolutions here do not follow."""
     if set(config.layer_types) != {"hybrid"}:
-        raise ValueError(f"{NAME}: layer_types has {', '.join(sorted(set(config.layer_types)))}; only hybrid layers, without a window, are allowed")
+        kinds = ", ".join(sorted(set(config.layer_types)))
+        raise ValueError(f"{NAME}: layer_types has {kinds}; only hybrid layers, without a window, are allowed")
     for name in ("cca_time0", "cca_time1"):
         if getattr(config, name) != TAPS:
             raise ValueError(f"{NAME}: {name} is {getattr(config, name)}; a convolution here has {TAPS} taps")
