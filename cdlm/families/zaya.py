@@ -117,7 +117,7 @@ def _nothing(module: Any, qk: Tensor, delayed: Tensor) -> tuple[Tensor, Tensor, 
 
 def _previous(row_BQC: Tensor, start_BC: Tensor, place_BQ1: Tensor) -> Tensor:
     """Of each row its predecessor: place 0 is the state before all rows, place i + 1 is row i. [B, Q, C]."""
-    return torch.cat([start_BC[:, None], row_BQC], dim=1).take_along_dim(place_BQ1, dim=1)
+    return torch.cat([start_BC[:, None], row_BQC], dim=1).gather(1, place_BQ1.expand_as(row_BQC))
 
 
 def value_weight(attention: Any) -> Tensor:
