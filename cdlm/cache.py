@@ -136,8 +136,11 @@ class BlockCache(Cache):
         if self.boundary_BD is not None:
             self.boundary_BD = self.boundary_BD[rows]
         if self.ends is not None:
-            ends = self.ends
-            self.ends = [ends[row] for row in rows.tolist()]
+            ends = [self.ends[row] for row in rows.tolist()]
+            self.ends, width = (ends if min(ends) < max(ends) else None), max(ends)
+            self.position_BK, self.valid_BK = self.position_BK[:, :width], self.valid_BK[:, :width]
+            for layer in self.layers:
+                layer.committed = width
 
 
 class WholeLayer(BlockLayer):

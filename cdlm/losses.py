@@ -67,8 +67,15 @@ def masked_diffusion(logits_BLV: Tensor, target_BL: Tensor, masked_BL: Tensor, l
 
 
 def next_token(logits_BLV: Tensor, target_BL: Tensor, asked_BL: Tensor) -> Tensor:
-    """Autoregressive cross-entropy: mean over a row's asked tokens, then over rows. The logits are aligned: row i predicts token i."""
+    """Cross-entropy: mean over a row's asked tokens, then over rows. The logits are aligned: row i predicts token i.
+
+    Autoregressive training, and both halves of TiDAR's."""
     return mean_over_sets(F.cross_entropy(logits_BLV[asked_BL].float(), target_BL[asked_BL], reduction="none"), asked_BL)
+
+
+def tidar_weights(alpha: float) -> dict[str, float]:
+    """TiDAR's loss is the sum of both means with these weights: (alpha AR + diffusion) / (1 + alpha). (arXiv 2511.08923, equation 2.)"""
+    return {"ar": alpha / (1 + alpha), "diffusion": 1 / (1 + alpha)}
 
 
 def finite(loss: Tensor, name: str) -> Tensor:

@@ -1,8 +1,9 @@
 """What exists only because a Trainer calls it: datasets that draw states, a collator, CDLMConfig and CDLMTrainer.
 
-Four objectives. "cdlm" trains a block-causal student from a teacher's trajectories with three losses (CDLM, arXiv 2511.19269,
+Five objectives. "cdlm" trains a block-causal student from a teacher's trajectories with three losses (CDLM, arXiv 2511.19269,
 algorithm 2). The others train on prompts and answers: "mdlm" a bidirectional masked diffusion LM (LLaDA, arXiv 2502.09992, SFT
-loss), "bd3lm" a block diffusion LM (BD3-LM, arXiv 2503.09573), "ar" an autoregressive one. The losses stand in `losses.py`.
+loss), "bd3lm" a block diffusion LM (BD3-LM, arXiv 2503.09573), "ar" an autoregressive one, "tidar" an autoregressive one that also drafts
+blocks of its own text from masks (TiDAR, arXiv 2511.08923). The losses stand in `losses.py`.
 
 Every random draw of a row comes from a seed made of (seed, epoch, row), so it depends on neither batch nor device nor on
 where a run was resumed (the budget of an mdlm batch is its first row's draw).
@@ -33,7 +34,7 @@ class CDLMConfig(TrainingArguments):
     is a mean over the budget where equation 6 is a sum. A weight of 0 skips that loss and the forward it needs.
     """
 
-    objective: str = field(default="cdlm", metadata={"help": "cdlm: three losses on trajectories; on answers: mdlm, bd3lm, ar."})
+    objective: str = field(default="cdlm", metadata={"help": "cdlm: three losses on trajectories; on answers: mdlm, bd3lm, ar, tidar."})
     block_length: int = field(default=32, metadata={"help": "Slots of a block."})
     distill_weight: float = field(default=1.0, metadata={"help": "Weight of equation 4."})
     consistency_weight: float = field(default=0.5, metadata={"help": "Weight of equation 5."})
@@ -42,6 +43,7 @@ class CDLMConfig(TrainingArguments):
     noise_first_cap: float = field(default=1.0, metadata={"help": "Largest noise level at the start of training; 1 is U(0, 1)."})
     noise_ramp: float = field(default=0.0, metadata={"help": "Share of training over which the largest level rises to 1."})
     complementary: bool = field(default=False, metadata={"help": "bd3lm: each row with its mask and with the complement of it."})
+    alpha: float = field(default=1.0, metadata={"help": "tidar: weight of the autoregressive loss beside the diffusion loss, which has 1."})
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "Schedule of the learning rate."})
     warmup_steps: float = field(default=0.05, metadata={"help": "Warm-up steps; below 1, their share of all steps."})
@@ -55,6 +57,8 @@ class CDLMConfig(TrainingArguments):
         for name in ("distill_weight", "consistency_weight", "dlm_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above")
+        if self.alpha < 0:
+            raise ValueError(f"alpha is {self.alpha}; a weight is 0 or above")
         if self.objective == "cdlm" and not any(self.weights.values()):
             raise ValueError("distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained")
         if self.complementary and (self.objective != "bd3lm" or self.noise_first_cap < 1):
@@ -68,6 +72,11 @@ class CDLMConfig(TrainingArguments):
 
     @property
     def weights(self) -> dict[str, float]:
+        """Of each loss; 1 for one that is not named."""
+        if self.objective == "tidar":
+            return losses.tidar_weights(self.alpha)
+        if self.objective != "cdlm":
+            return {}
         return {"distill": self.distill_weight, "consistency": self.consistency_weight, "dlm": self.dlm_weight}
 
 
@@ -183,12 +192,12 @@ class Collator:
     and some are full): there the budget, and with it the loss, depends on which rows share a batch; the noise of a row does not.
     With whole_blocks (a block length; 1 for ar) it is the longest answer with its end token and the rest of that block, at most
     max_new_tokens; `length` says how many tokens the answer of each row has with its end token, and the losses look no further than
-    the block that it ends in.
+    the block that it ends in. from_zero: blocks start at position 0, whatever the model's own do (tidar).
     """
 
-    def __init__(self, model: DiffusionLM, max_new_tokens: int, whole_blocks: int | None = None):
+    def __init__(self, model: DiffusionLM, max_new_tokens: int, whole_blocks: int | None = None, *, from_zero: bool = False):
         self.pad, self.eos, self.max_new_tokens = model.facts.pad_token_id, model.facts.eos_token_ids[0], max_new_tokens
-        self.whole_blocks, self.from_zero = whole_blocks, model.facts.block_origin == "zero"
+        self.whole_blocks, self.from_zero = whole_blocks, from_zero or model.facts.block_origin == "zero"
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         prompt, valid = data.pad_left([row["prompt_ids"] for row in rows], self.pad)
@@ -294,7 +303,7 @@ class CDLMTrainer(Trainer):
         parts = OBJECTIVES[self.args.objective](self, inputs)
         total = None
         for name, loss in parts.items():
-            weight = self.args.weights[name] if self.args.objective == "cdlm" else 1.0
+            weight = self.args.weights.get(name, 1.0)
             losses.finite(loss, name)
             self._sums[name] = self._sums.get(name, 0) + loss.detach()
             self._counts[name] += 1
@@ -306,7 +315,7 @@ class CDLMTrainer(Trainer):
         assert isinstance(self.args, CDLMConfig)
         for name, value in self._sums.items():
             logs[f"{name}_loss"] = round(float(value) / self._counts[name], 6)
-            if self.args.objective == "cdlm":
+            if name in self.args.weights:
                 logs[f"{name}_weight"] = self.args.weights[name]
         self._sums, self._counts = {}, defaultdict(int)
         super().log(logs, start_time)
@@ -386,6 +395,27 @@ def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
     return {"bd3lm": torch.stack(found).sum()}
 
 
+def tidar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """TiDAR: next-token and one-step diffusion cross-entropy in one forward of [clean | all masks]. (arXiv 2511.08923, section 3.1.)
+
+    The clean half is plain causal text, and its row before a token predicts it. Every token of the second half is a mask, which sees its
+    own block of masks and the clean text before that block, and predicts the token of its own position. Blocks start at multiples of
+    block_length from position 0. The tokens that count are the same for both losses: those of the answer and its end token; the paper
+    trains on documents, where all but the first count. Of the second half only the blocks that hold answer tokens are computed.
+    """
+    model, args = trainer.diffusion, trainer.args
+    assert isinstance(args, CDLMConfig)
+    ids_BL, valid_BL, _ = _whole(batch, batch["answer"])
+    prompt, (_, length) = batch["prompt"].shape[1], ids_BL.shape
+    skip = max(0, prompt - args.block_length + 1)
+    layout = masks.tidar_training(valid_BL, args.block_length, skip)
+    masked_BM = torch.full_like(ids_BL[:, skip:], model.facts.mask_token_id)
+    row_BQD = model.packed_hidden(torch.cat([ids_BL, masked_BM], dim=1), layout.position_BQ, layout.sight, layout.before_BQ)
+    asked_BN = torch.arange(length - prompt, device=ids_BL.device) < batch["length"][:, None]
+    halves = {"ar": row_BQD[:, prompt - 1 : length - 1], "diffusion": row_BQD[:, length + prompt - skip :]}
+    return {name: losses.next_token(model.head(row_BND), batch["answer"], asked_BN) for name, row_BND in halves.items()}
+
+
 def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Equations 4, 5 and 6; those of weight 0 are left out, and so is the forward that only they need."""
     model, args = trainer.diffusion, trainer.args
@@ -424,7 +454,7 @@ def eval_mode(model: nn.Module):
         model.train(was)
 
 
-OBJECTIVES = {"cdlm": cdlm_losses, "mdlm": mdlm_losses, "bd3lm": bd3lm_losses, "ar": ar_losses}
+OBJECTIVES = {"cdlm": cdlm_losses, "mdlm": mdlm_losses, "bd3lm": bd3lm_losses, "ar": ar_losses, "tidar": tidar_losses}
 
 
 def match_targets(hf: nn.Module, targets: list[str]) -> None:

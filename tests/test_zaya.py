@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import random_prompts
+from test_speculate import LAYOUTS, Prophet
 
 from cdlm import masks
 from cdlm.decode import DecodeConfig, decode
+from cdlm.families import zaya
 from cdlm.families.base import Facts
 from cdlm.families.wrap import wrap
+from cdlm.speculate import SpeculateConfig, speculate
 
 BASE = {"mask_token_id": 1, "eos_token_ids": (2,), "pad_token_id": 0}
 CAUSAL = {"logit_shift": True, "prompt_attention": "causal", "block_length": 1}
@@ -308,3 +311,21 @@ def test_greedy_draft_and_verify_over_these_forwards_is_transformers_greedy_deco
         proposed = logits[:, count:].view(2, count, count, -1)[torch.arange(2), kept - 1].argmax(-1)
         draft = torch.cat([logits[torch.arange(2), kept - 1].argmax(-1)[:, None], proposed[:, 1:]], dim=1)
     assert [t[:16] for t in text] == wanted.tolist()
+
+
+class ProphetOfZaya(Prophet, zaya.ZayaLM):
+    """A random ZAYA whose masks mostly know what greedy decoding will write; one position in five is wrong."""
+
+
+@pytest.mark.parametrize("draft_length, proposals, layout", LAYOUTS)
+@pytest.mark.parametrize("told", [False, True])
+def test_speculate_is_autoregressive_greedy_token_for_token(draft_length, proposals, layout, told):
+    """50 prompts of 1 to 12 tokens in one batch, rows that stop at different places; with drafts that never stand and some that do."""
+    model = random_zaya(facts={**CAUSAL, "eos_token_ids": (17, 48)})
+    prompt, valid = random_prompts([1 + i % 12 for i in range(50)], seed=2)
+    wanted = decode(model, prompt, valid, DecodeConfig(10, 1, tokens_per_step=1))
+    drafter = ProphetOfZaya(model, prompt, valid, 10) if told else model
+    found = speculate(drafter, prompt, valid, SpeculateConfig(10, draft_length, proposals, layout))
+    assert torch.equal(found.ids_BN, wanted.ids_BN) and found.stop == wanted.stop and "eos" in found.stop
+    if told and draft_length == 8:
+        assert any(sum(row[3:]) for row in found.accepted), "some steps keep three drafts and more"
