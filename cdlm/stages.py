@@ -705,7 +705,7 @@ def export(run: Run) -> None:
         results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on, r.train.objective)
     if peft_model is not None and threshold is not None:
         adapter = run.out / "adapter.partial"
-        stock = student.family == "native"
+        stock = student.family == "native" and student.masks_suffice
         hub.save_adapter(
             run.student, tokenizer, adapter, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
             confidence_threshold=threshold,
@@ -716,7 +716,8 @@ def export(run: Run) -> None:
     (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced
     trajectories.write_json(run.out / "export.request.json", request_of(run, "export"))
     hub.save(
-        student, tokenizer, run.exported, facts=facts, max_new_tokens=budget, confidence_threshold=threshold, card=card(),
+        student, tokenizer, run.exported, facts=facts, max_new_tokens=budget, confidence_threshold=threshold,
+        card=card(stock=student.masks_suffice),
         eval_results=results, adapter=adapter,
     )
     run.say(f"export: {run.exported}")

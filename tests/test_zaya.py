@@ -1,14 +1,17 @@
 """Family zaya: rows that name their predecessors, against transformers' own forward of each text by itself."""
 
 import copy
+import json
 from dataclasses import replace
 
+import mini
 import pytest
 import torch
-from conftest import random_prompts
+import yaml
+from conftest import TINY, random_prompts
 from test_speculate import LAYOUTS, Prophet
 
-from cdlm import masks
+from cdlm import cli, data, families, masks
 from cdlm.decode import DecodeConfig, decode
 from cdlm.families import zaya
 from cdlm.families.base import Facts
@@ -329,3 +332,49 @@ def test_speculate_is_autoregressive_greedy_token_for_token(draft_length, propos
     assert torch.equal(found.ids_BN, wanted.ids_BN) and found.stop == wanted.stop and "eos" in found.stop
     if told and draft_length == 8:
         assert any(sum(row[3:]) for row in found.accepted), "some steps keep three drafts and more"
+
+
+# ---- files and stages ------------------------------------------------------------------------------------------------
+
+
+def save(folder, seed=0, **state) -> None:
+    """A folder with the small world's tokenizer; `state` goes into config.json."""
+    from transformers import AutoTokenizer
+
+    hf = random_hf(seed)
+    for key, value in state.items():
+        setattr(hf.config, key, value)
+    hf.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY / "tokenizer").save_pretrained(folder)
+
+
+def test_a_folder_of_the_architecture_is_recognised_with_causal_facts(tmp_path):
+    save(tmp_path)
+    model = families.load(tmp_path)
+    assert (model.family, type(model)) == ("zaya", zaya.ZayaLM)
+    assert (model.facts.mask_token_id, model.facts.logit_shift, model.facts.prompt_attention) == (1, True, "causal")
+    ids, valid = random_prompts([5])
+    with torch.no_grad():
+        same(model.sequence_logits(ids, valid, valid.sum(1), 1)[:, 1:], random_hf()(ids).logits[:, :-1])
+
+
+def test_a_run_on_zaya_with_an_adapter_decodes_as_it_was_measured_and_exports_no_decoder_of_masks(tmp_path):
+    """Objective bd3lm, two steps, LoRA on projections of its attention. Stock transformers could not decode blocks of it."""
+    mini.write(tmp_path)
+    save(tmp_path / "zaya")
+    values = mini.values(lora=True)
+    del values["collect"], values["train"]["dlm_weight"]
+    values |= {"model": "zaya", "evaluate": {"thresholds": [], "num_prompts": 4, "batch_size": 3, "latency_prompts": 1, "warmup_prompts": 0}}
+    values["train"] |= {"objective": "bd3lm", "steps": 2, "lora": {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj_delayed", "o_proj"]}}
+    (tmp_path / "zaya.yaml").write_text(yaml.safe_dump(values))
+    assert cli.main(["distill", str(tmp_path / "zaya.yaml"), "--out", str(tmp_path / "out")]) == 0
+    export = tmp_path / "out" / "export"
+    assert not list(export.rglob("generate.py")) and "does not decode this model's blocks" in (export / "README.md").read_text()
+    model, tokenizer = families.load(export), families.load_tokenizer(export, families.load(export).facts)
+    said = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    said = [row for row in said if row["method"] == "student(0.5)"]
+    assert len(said) == 4
+    for row in said:
+        prompt = torch.tensor([data.prompt_ids(tokenizer, row["prompt"], chat_template=True)])
+        out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), DecodeConfig(16, 8, confidence_threshold=0.5))
+        assert tokenizer.decode(out.answer(0, model.facts.eos_token_ids)) == row["text"]

@@ -83,6 +83,7 @@ class DiffusionLM(nn.Module):
     """A stock transformers decoder with the facts of a diffusion LM. `hf` is the transformers model, LoRA layers included."""
 
     hf: Any
+    masks_suffice = True  # whether positions and a mask say all that a forward must know; not where layers mix neighbouring rows
 
     def __init__(self, hf: nn.Module, facts: Facts, family: str):
         super().__init__()

@@ -130,6 +130,8 @@ def value_weight(attention: Any) -> Tensor:
 class ZayaLM(DiffusionLM):
     """A ZAYA decoder whose rows name their predecessors. The transformers model keeps its class and its own forward for everybody else."""
 
+    masks_suffice = False
+
     def __init__(self, hf: nn.Module, facts: Facts, family: str):
         super().__init__(hf, facts, family)
         _refuse(self.hf.config)
