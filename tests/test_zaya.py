@@ -8,7 +8,7 @@ import mini
 import pytest
 import torch
 import yaml
-from conftest import TINY, random_prompts
+from conftest import ROOT, TINY, random_prompts
 from test_speculate import LAYOUTS, Prophet
 
 from cdlm import cli, data, families, masks
@@ -364,8 +364,10 @@ def test_a_run_on_zaya_with_an_adapter_decodes_as_it_was_measured_and_exports_no
     save(tmp_path / "zaya")
     values = mini.values(lora=True)
     del values["collect"], values["train"]["dlm_weight"]
-    values |= {"model": "zaya", "evaluate": {"thresholds": [], "num_prompts": 4, "batch_size": 3, "latency_prompts": 1, "warmup_prompts": 0}}
-    values["train"] |= {"objective": "bd3lm", "steps": 2, "lora": {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj_delayed", "o_proj"]}}
+    values["model"] = "zaya"
+    values["evaluate"] = {"thresholds": [], "num_prompts": 4, "batch_size": 3, "latency_prompts": 1, "warmup_prompts": 0}
+    values["train"] |= {"objective": "bd3lm", "steps": 2}
+    values["train"]["lora"] = {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj_delayed", "o_proj"]}
     (tmp_path / "zaya.yaml").write_text(yaml.safe_dump(values))
     assert cli.main(["distill", str(tmp_path / "zaya.yaml"), "--out", str(tmp_path / "out")]) == 0
     export = tmp_path / "out" / "export"
@@ -378,3 +380,13 @@ def test_a_run_on_zaya_with_an_adapter_decodes_as_it_was_measured_and_exports_no
         prompt = torch.tensor([data.prompt_ids(tokenizer, row["prompt"], chat_template=True)])
         out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), DecodeConfig(16, 8, confidence_threshold=0.5))
         assert tokenizer.decode(out.answer(0, model.facts.eos_token_ids)) == row["text"]
+
+
+def test_the_roofline_reads_its_sizes():
+    """A ZAYA1-8B config gives the shape that is known under its name; convolutions and router are parts of a layer."""
+    from cdlm import roofline
+    from cdlm.families.shapes import SHAPES
+
+    config = json.loads((ROOT / "recipes" / "zaya1-8b-tidar" / "config.json").read_text())
+    found = roofline.shape_of_config(config, "config.json")
+    assert replace(found, intermediate=0) == SHAPES["zaya1-8b"]
