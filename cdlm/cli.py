@@ -418,6 +418,7 @@ def _roofline(args: argparse.Namespace) -> int:
         if f["proposals"] is not None:
             free = f"about {f['proposals']:.1f} blocks of {args.block}"
             print(f"{f['hardware']}: attention over a long cache takes in {free} a forward for free")
+            print(f"{f['hardware']}: {_free(f['free_proposals'], args.block)}")
         if args.operators:
             print(f"\n{f['hardware']}, {f['mode']}:\n{roofline.operator_table(f)}")
     if args.json is not None:
@@ -428,6 +429,14 @@ def _roofline(args: argparse.Namespace) -> int:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         roofline_plot.draw(found, args.plot, f"{args.model}, batch {args.batch}")
     return 0
+
+
+def _free(count: int, block: int) -> str:
+    """What the largest free number of proposals means."""
+    if not count:
+        return f"no proposal of {block} beside {block} drafts is free: some product is bound by compute"
+    tokens = block * (count + 1)
+    return f"{count} proposals of {block} beside {block} drafts are free ({tokens} query tokens): no operator is bound by compute"
 
 
 def _kernels(args: argparse.Namespace) -> int:

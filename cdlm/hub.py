@@ -124,7 +124,9 @@ def eval_results_yaml(report: dict[str, Any], benchmark: str, threshold: float |
 
 def own_rows(report: dict[str, Any], threshold: float | None, objective: str = "cdlm") -> list[dict[str, Any]]:
     """The rows of report.json that are about the exported model as it decodes by default."""
-    alone = ("autoregressive" if objective == "ar" else "teacher", None)
+    alone: tuple[str, float | None] = ("autoregressive" if objective == "ar" else "teacher", None)
+    if objective == "tidar":
+        alone = ("tidar", report.get("speculation", {}).get("proposals"))
     own = alone if threshold is None else ("student", threshold)
     return [row for row in report["results"] if (row["method"], row["parameter"]) == own]
 
@@ -147,7 +149,7 @@ def card(
                 task_type="text-generation", dataset_type=row["task"], dataset_name=row["task"], metric_type=kind, metric_value=value,
             ))
     relation = "adapter" if adapter else "finetune"
-    kinds = [] if objective == "ar" else ["diffusion"]
+    kinds = [] if objective == "ar" else ["diffusion", "speculative-decoding"] if objective == "tidar" else ["diffusion"]
     if has_decoder:
         kinds += ["block-diffusion", *(["custom_generate"] if stock else []), *(["lora"] if adapter else [])]
     front = ModelCardData(
@@ -169,6 +171,27 @@ step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm
     elif objective == "ar":
         what = "An autoregressive language model, trained by `cdlm`. Family causal and objective bd3lm make a block diffusion model of it."
         use = "It loads and generates with stock transformers: `AutoModelForCausalLM.from_pretrained(FOLDER).generate(...)`."
+    elif objective == "tidar":
+        what = (
+            f"An autoregressive language model that drafts {decode['block_length']} tokens of its own text from masks and verifies them in "
+            "the same forward (TiDAR, arXiv 2511.08923), trained by `cdlm`."
+        )
+        use = f"""With stock transformers it is an autoregressive model: `AutoModelForCausalLM.from_pretrained(FOLDER).generate(...)`.
+Drafts need `cdlm`; the text is the same:
+
+```python
+import torch
+from cdlm import families
+from cdlm.speculate import SpeculateConfig, speculate
+
+model = families.load("FOLDER")
+tokenizer = families.load_tokenizer("FOLDER", model.facts)
+chat = [{{"role": "user", "content": "..."}}]
+prompt = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
+config = SpeculateConfig({decode['max_new_tokens']}, draft_length={decode['block_length']})
+answer = speculate(model, prompt, torch.ones_like(prompt, dtype=torch.bool), config)
+print(tokenizer.decode(answer.answer(0, model.facts.eos_token_ids)), answer.tokens_per_forward)
+```"""
     else:
         what = "A masked diffusion language model with full attention, trained by `cdlm` with the loss of arXiv 2502.09992."
         budget = decode["max_new_tokens"]

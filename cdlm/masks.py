@@ -259,7 +259,8 @@ def tidar_prefill(prompt_valid_BP: Tensor, slots: int, *, masks_last: bool = Fal
     column_P = torch.arange(offset, offset + width, device=place_BP.device)
     text_before = torch.where(prompt_valid_BP & (place_BP > 0), column_P - 1, -1)
     masks_before = _after(torch.full_like(length_B1, offset + width - 1), first, slots)
-    position, before = ([place_BP, mask_BK], [text_before, masks_before]) if masks_last else ([mask_BK, place_BP], [masks_before, text_before])
+    runs = [(place_BP, text_before), (mask_BK, masks_before)]
+    position, before = zip(*(runs if masks_last else runs[::-1]), strict=True)
     return Packed(sight(parts, parts), torch.cat(position, dim=1), torch.cat(before, dim=1))
 
 

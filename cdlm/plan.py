@@ -178,7 +178,7 @@ class Plan:
         )
         backward = 2 if t.lora is None else 1  # frozen weights need no gradient, only what flows through them does
         passes = float(learning * (1 + backward) + looking)
-        if t.objective == "bd3lm":  # the noisy answer stands beside prompt and clean answer
+        if t.objective in ("bd3lm", "tidar"):  # the noisy or masked answer stands beside prompt and clean answer
             length = self.prompts.prompt_tokens + r.decode.max_new_tokens
             passes *= (length + r.decode.max_new_tokens) / length
         return words, [Work(steps * t.accumulation, t.batch_size, passes=passes)], self.prompts.prompt_tokens
@@ -196,6 +196,9 @@ class Plan:
             "teacher_fixed": sum(budget / k for k in e.fixed), "teacher_factor": len(e.factors) * few,
             "teacher_entropy_bound": len(e.entropy_bounds) * few, "teacher_prefix_cache": swept, "teacher_dual_cache": swept,
             "autoregressive": tests.slots, "student_sequential": tests.slots,
+            **dict.fromkeys(("student_autoregressive", "transformers_greedy"), tests.slots),
+            **dict.fromkeys(("prompt_lookup", "assisted", "tidar_linear"), tests.slots / 2),
+            "tidar": len({*e.proposals, r.decode.proposals}) * few, "tidar_mix": len(set(e.betas)) * few,
             "teacher_truncated": sum(e.truncated_steps) + (few if "student" in e.methods else 0),
         }
         cached = ("teacher_block_causal", "student", "student_sequential")
@@ -208,8 +211,10 @@ class Plan:
             mode, block = ("block", r.decode.block_length) if method in cached else self.teacher
             if method == "student_uncached":
                 mode, block = "dlm", r.decode.block_length
-            if method == "autoregressive":
+            if method in ("autoregressive", "student_autoregressive", "transformers_greedy"):
                 mode, block = "ar", 1
+            if method in ("tidar", "tidar_mix", "tidar_linear", "prompt_lookup", "assisted"):
+                mode, block = "tidar" if method in ("tidar", "tidar_mix") else "block", r.decode.block_length
             work += [
                 Work(steps[method] * tests.count / e.batch_size, e.batch_size, mode, block=block),
                 *(Work(steps[method] * calls, size, mode, block=block) for size, calls in sorted(timed.items())),

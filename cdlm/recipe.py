@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-OBJECTIVES = ("cdlm", "mdlm", "bd3lm", "ar")
+OBJECTIVES = ("cdlm", "mdlm", "bd3lm", "ar", "tidar")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay")
 METHODS = (
     "teacher", "teacher_truncated", "teacher_threshold", "teacher_threshold_stop", "teacher_block_causal", "student", "student_uncached",
@@ -24,13 +24,17 @@ BASELINES = ("teacher_fixed", "teacher_factor", "teacher_entropy_bound", "teache
 METHODS_OF = {  # objective -> what can be measured after it
     "cdlm": METHODS, "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
     "ar": ("autoregressive",),
+    "tidar": (
+        "autoregressive", "student_autoregressive", "tidar", "tidar_linear", "tidar_mix", "transformers_greedy", "prompt_lookup",
+        "assisted",
+    ),
 }
 # Keys of train that only some objectives read; given another value than its default elsewhere, a key is refused. mdlm's recipes may
 # carry those of cdlm.
 READ_BY = {
     "distill_weight": ("cdlm", "mdlm"), "consistency_weight": ("cdlm", "mdlm"), "dlm_weight": ("cdlm", "mdlm"),
     "noise_floor": ("cdlm", "mdlm", "bd3lm"), "noise_first_cap": ("cdlm", "mdlm", "bd3lm"), "noise_ramp": ("cdlm", "mdlm", "bd3lm"),
-    "complementary": ("bd3lm",),
+    "complementary": ("bd3lm",), "alpha": ("tidar",),
 }
 
 
@@ -73,11 +77,16 @@ class Data:
 
 @dataclass(frozen=True)
 class Decode:
-    """max_new_tokens is the budget L_g, block_length is B, confidence_threshold the student's own tau."""
+    """max_new_tokens is the budget L_g, block_length is B, confidence_threshold the student's own tau.
+
+    Of objective tidar block_length is K, the tokens of a draft, and proposals is M, the blocks of masks that stand behind the drafts in a
+    forward: a number from 1 to K, null for K (the paper's), or auto: the most that are free on the recipe's `hardware`, see roofline.py.
+    """
 
     max_new_tokens: int
     block_length: int
     confidence_threshold: float = 0.9
+    proposals: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,9 +123,10 @@ class Lora:
 
 @dataclass(frozen=True)
 class Train:
-    """How the student (objective cdlm) or a model of its own (mdlm, bd3lm, ar) is trained. lora: null trains all parameters.
+    """How the student (objective cdlm) or a model of its own (mdlm, bd3lm, ar, tidar) is trained. lora: null trains all parameters.
 
-    complementary: bd3lm only, see trainer.bd3lm_losses. READ_BY says which keys an objective does not read.
+    complementary: bd3lm only, see trainer.bd3lm_losses. alpha: tidar only, the weight of the autoregressive loss beside the diffusion loss.
+    READ_BY says which keys an objective does not read.
     batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs.
     The weights default to the paper's 1.0, 0.5 and 0.01; the last one times decode.max_new_tokens, see PAPERS.md (null).
     """
@@ -140,6 +150,7 @@ class Train:
     noise_first_cap: float = 1.0
     noise_ramp: float = 0.0
     complementary: bool = False
+    alpha: float = 1.0
     lora: Lora | None = None
     num_examples: int | None = None
     save_steps: int = 100
@@ -153,6 +164,9 @@ class Evaluate:
     thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them. fixed (tokens a step), factors and
     entropy_bounds are those of the training-free baselines of these names; the two caches are Fast-dLLM's, at the thresholds.
 
+    proposals and betas are sweeps of the methods tidar and tidar_mix; decode.proposals is always among the former. draft_model: a folder
+    with a smaller autoregressive model of the same tokenizer, for the method assisted.
+
     num_prompts: test rows for accuracy and steps (null: all), decoded batch_size at a time. latency_prompts: so many of
     them, from the groups in turn, at batch 1, all methods interleaved, after warmup prompts, each prompt `repeats` times.
     teacher_stops_at_eos: false lets teacher, teacher_truncated and teacher_threshold decode the whole budget, as the paper's
@@ -165,6 +179,9 @@ class Evaluate:
     fixed: list[int] = field(default_factory=lambda: [2, 4])
     factors: list[float] = field(default_factory=lambda: [0.5, 1.0])
     entropy_bounds: list[float] = field(default_factory=lambda: [0.1, 0.5])
+    proposals: list[int] = field(default_factory=list)
+    betas: list[float] = field(default_factory=lambda: [0.0, 0.5])
+    draft_model: str | None = None
     num_prompts: int | None = None
     batch_size: int = 32
     latency_prompts: int = 20
@@ -275,7 +292,10 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         parts = typing.get_args(kind)
         if value is None and types.NoneType in parts:
             return None
-        return _convert(value, next(part for part in parts if part is not types.NoneType), where)
+        kinds = [part for part in parts if part is not types.NoneType]
+        if len(kinds) > 1 and type(value) not in kinds:
+            raise wrong
+        return _convert(value, kinds[0] if len(kinds) == 1 else type(value), where)
     if origin is list:
         if not isinstance(value, list):
             raise wrong
@@ -372,6 +392,8 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
         recipe = dataclasses.replace(recipe, train=train)
     if recipe.evaluate.methods is None:
         methods = list(METHODS_OF.get(recipe.train.objective, METHODS))
+        if recipe.train.objective == "tidar" and recipe.evaluate.draft_model is None:
+            methods.remove("assisted")
         recipe = dataclasses.replace(recipe, evaluate=dataclasses.replace(recipe.evaluate, methods=methods))
     check(recipe)
     return recipe
@@ -453,10 +475,10 @@ def check(recipe: Recipe) -> None:
             raise ValueError(f"train.{f.name} is {getattr(t, f.name)}; objective {t.objective} does not read it: leave it out")
     if t.complementary and t.noise_first_cap < 1:
         raise ValueError(f"train.noise_first_cap is {t.noise_first_cap}; with complementary masks it must be 1: their complement is many")
-    if t.objective in ("bd3lm", "ar") and r.collect is not None:
+    if t.objective in ("bd3lm", "ar", "tidar") and r.collect is not None:
         raise ValueError(f"collect: objective {t.objective} trains on answers, not on trajectories; leave the section out")
-    if t.objective == "bd3lm" and r.model is None:
-        raise ValueError("objective bd3lm starts from a model that can write: give model, not scratch")
+    if t.objective in ("bd3lm", "tidar") and r.model is None:
+        raise ValueError(f"objective {t.objective} starts from a model that can write: give model, not scratch")
     if t.lora is not None:
         within("train.lora.rank", t.lora.rank, 1)
         within("train.lora.alpha", t.lora.alpha, 1)
@@ -503,6 +525,7 @@ def check(recipe: Recipe) -> None:
     within("evaluate.warmup_prompts", e.warmup_prompts, 0)
     for size in e.latency_batch_sizes:
         within("evaluate.latency_batch_sizes", size, 1, e.latency_prompts)
+    _check_drafts(r)
     _check_hub(r)
     if r.trajectories is not None and t.objective != "cdlm":
         raise ValueError(f"trajectories is {r.trajectories!r}; objective {t.objective} trains on answers, not on trajectories")
@@ -521,6 +544,36 @@ def check(recipe: Recipe) -> None:
                 raise ValueError(f"scratch.{name}: nothing at {r.path(getattr(r.scratch, name))}")
 
 
+def _check_drafts(r: Recipe) -> None:
+    """What only objective tidar reads."""
+    from cdlm import roofline
+
+    d, e, most = r.decode, r.evaluate, r.decode.block_length
+    if r.train.alpha < 0 or r.train.alpha == float("inf"):
+        raise ValueError(f"train.alpha is {r.train.alpha}; it must be at least 0")
+    if r.train.objective != "tidar":
+        given = {"decode.proposals": d.proposals, "evaluate.proposals": e.proposals, "evaluate.draft_model": e.draft_model}
+        for name, value in given.items():
+            if value:
+                raise ValueError(f"{name} is {value!r}; objective {r.train.objective} does not read it: leave it out")
+        return
+    if isinstance(d.proposals, str):
+        if d.proposals != "auto":
+            raise ValueError(f"decode.proposals is {d.proposals!r}; allowed: a number from 1 to {most}, auto, null")
+        if r.hardware is None:
+            raise ValueError(f"decode.proposals is auto; it needs hardware, a card of {', '.join(roofline.HARDWARE)}")
+    for name, count in [("decode.proposals", d.proposals), *(("evaluate.proposals", count) for count in e.proposals)]:
+        if isinstance(count, int) and not 1 <= count <= most:
+            raise ValueError(f"{name} is {count}; it must be between 1 and decode.block_length, {most}")
+    for beta in e.betas:
+        if not 0 <= beta <= 1:
+            raise ValueError(f"evaluate.betas is {beta}; it must be between 0 and 1")
+    if "assisted" in (e.methods or ()) and e.draft_model is None:
+        raise ValueError("evaluate.methods has assisted; it needs evaluate.draft_model, a folder with a smaller model")
+    if e.draft_model is not None and not r.path(e.draft_model).is_dir():
+        raise ValueError(f"evaluate.draft_model: no folder at {r.path(e.draft_model)}")
+
+
 def _check_hub(r: Recipe) -> None:
     """Names of Hub repositories, and whether what push asks for will be there."""
     named = {"export.base_model": r.export.base_model, "export.benchmark": r.export.benchmark}
@@ -530,6 +583,8 @@ def _check_hub(r: Recipe) -> None:
 
             check_repo_id(name, key)
     if r.push is not None and r.push.adapter_only:
+        if r.train.objective == "tidar":
+            raise ValueError("push.adapter_only is true; objective tidar exports the merged model alone")
         if r.train.lora is None:
             raise ValueError("push.adapter_only is true and train.lora null: a student that trains all parameters has no adapter")
         if r.base_model() is None:

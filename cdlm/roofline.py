@@ -9,7 +9,7 @@ Modes (q: queries a sequence and forward):
     ar     autoregressive: q = 1, against a cache
     dlm    vanilla diffusion LM: the whole of prompt and generation in every forward, no cache, one token a step
     block  block diffusion with a cache: q = block length, `tpf` tokens a forward
-    tidar  draft and verify in one forward: q = K (K + 1) for a block of K, `tpf` tokens a forward
+    tidar  draft and verify in one forward: q = K (M + 1) for a block of K and M proposals (M = K unless given), `tpf` tokens a forward
 
 The cache holds the prompt and, on average over a generation, half of it. Prefill is not counted.
 (CDLM, arXiv 2511.19269, appendix on arithmetic intensity; the roofline of Williams et al., 2009.)
@@ -126,14 +126,17 @@ def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
     return experts * (1 - (1 - per_token / experts) ** tokens)
 
 
-def queries(mode: str, block: int, context: int, generate: int) -> int:
-    """Tokens of a sequence in one forward."""
-    return {"ar": 1, "dlm": context + generate, "block": block, "tidar": block * (block + 1)}[mode]
+def queries(mode: str, block: int, context: int, generate: int, proposals: int | None = None) -> int:
+    """Tokens of a sequence in one forward. proposals: of mode tidar (None: as many as a block has tokens)."""
+    drafted = block * (1 + (block if proposals is None else proposals))
+    return {"ar": 1, "dlm": context + generate, "block": block, "tidar": drafted}[mode]
 
 
-def operators(shape: Shape, mode: str, *, block: int, batch: int, context: int, generate: int, size: float = 2) -> list[Operator]:
+def operators(
+    shape: Shape, mode: str, *, block: int, batch: int, context: int, generate: int, size: float = 2, proposals: int | None = None
+) -> list[Operator]:
     """All operators of one forward. size: bytes of a value."""
-    q = queries(mode, block, context, generate)
+    q = queries(mode, block, context, generate, proposals)
     rows = batch * q
     cached = 0 if mode == "dlm" else context + generate / 2
     width, kv_width, d = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
@@ -226,6 +229,22 @@ def proposals(shape: Shape, hardware: Hardware, block: int, size: float = 2) -> 
     return hardware.ridge / (2 / size * shape.heads / shape.kv_heads) / block
 
 
+def free_proposals(
+    shape: Shape, hardware: Hardware, *, block: int, batch: int = 1, context: int = 512, generate: int = 256, size: float = 2
+) -> int:
+    """The most proposals M, 0 to K, of K masks each that a forward takes in for free beside K drafts: attention and every matrix product
+    stay bound by memory, so that K (M + 1) queries take about as long as one. 0: even the drafts alone, or with one proposal, do not.
+
+    `proposals` is the part of attention alone, over a long cache; at batch 1 the weights' products reach the ridge first.
+    """
+
+    def free(count: int) -> bool:
+        found = operators(shape, "tidar", block=block, batch=batch, context=context, generate=generate, size=size, proposals=count)
+        return all(op.bound(hardware) == "memory" for op in found)
+
+    return max((count for count in range(1, block + 1) if free(count)), default=0)
+
+
 def analyse(
     shape: Shape, hardware: Hardware, mode: str, *, block: int = 32, batch: int = 1, context: int = 512, generate: int = 256,
     tpf: float = 3.0,
@@ -256,6 +275,7 @@ def analyse(
         "largest_memory_bound_batch": largest_memory_bound_batch(shape, hardware, mode, **given),
         "distinct_experts": distinct_experts(shape.experts, shape.experts_per_token, batch * q) if shape.experts else None,
         "proposals": proposals(shape, hardware, block) if mode == "tidar" else None,
+        "free_proposals": free_proposals(shape, hardware, batch=batch, **given) if mode == "tidar" else None,
         "weight_bytes": weights,
         "kv_bytes": cache if mode != "dlm" else 0.0,
         "memory_bytes": hardware.memory,

@@ -226,7 +226,7 @@ class _Linear:
     ):
         self.model, self.drafts, self.masked, self.adapter = model, config.draft_length, config.masks_needed, adapter
         self.cache = model.new_cache(valid_BP.sum(dim=1), prompt_BP.shape[1] + config.max_new_tokens + 2 * self.drafts)
-        self.first_row: Tensor | None = None
+        self.first_row: Tensor | None = None  # the causal row of the first draft, where the drafting forward gave it
         self.forwards, self.queries = 0, 0
 
     def prefill(self, prompt_BP: Tensor, valid_BP: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,9 +240,7 @@ class _Linear:
     def guess(self, first_A: Tensor, count_A: Tensor | None) -> tuple[Tensor, Tensor]:
         there = torch.ones(len(first_A), self.drafts - 1, dtype=torch.bool, device=first_A.device)
         self.first_row, self.forwards, self.queries = None, 0, 0
-        if self.drafts == 1:
-            return self.model.head.weight.new_zeros(len(first_A), 0, self.model.head.weight.shape[1]), there
-        if count_A is None and self.adapter is None:
+        if self.drafts == 1 or (count_A is None and self.adapter is None):
             return self.block_AKD[:, 1:], there
         layout = masks.tidar_decoding(self.cache.valid_BK, 1, 1, self.drafts - 1)
         with nullcontext() if self.adapter is None else self.adapter():

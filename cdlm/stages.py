@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cdlm import data, families, trajectories
+from cdlm import data, families, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.families import native
 from cdlm.families.base import DiffusionLM
@@ -30,6 +30,7 @@ from cdlm.recipe import Recipe
 
 STAGES = ("collect", "train", "evaluate", "export")
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
+OF_A_MODEL = (*BLOCKWISE, "tidar")  # objectives whose student is measured beside the model they start from
 AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
 SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -102,7 +103,13 @@ class Run:
             ).to(r.device)
             families.set_attention(model.hf, r.attention, r.device)
             return model
-        return families.load(r.model_path(), family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
+        model = families.load(r.model_path(), family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
+        facts = self.teacher_facts(model.facts)
+        return model if facts == model.facts else type(model)(model.hf, facts, model.family).eval()
+
+    def teacher_facts(self, facts: families.Facts) -> families.Facts:
+        """What the recipe takes the model for: a teacher that was trained with objective tidar shows its diffusion mode."""
+        return facts.of_diffusion_mode() if self.recipe.train.objective == "cdlm" and facts.draft_length is not None else facts
 
     def tokenizer(self, facts: families.Facts) -> Any:
         r = self.recipe
@@ -180,7 +187,7 @@ class Run:
             agree(self._stock(config, place), self._stock(read_json(r.path(r.config)), None), str(r.model), str(r.path(r.config)))
         facts = None
         if r.scratch is None:
-            facts = families.facts_of(place or source, config, families.find(config, r.family))
+            facts = self.teacher_facts(families.facts_of(place or source, config, families.find(config, r.family)))
             self._check_teacher(facts)
         model = convert.skeleton(self._stock(config, place))
         if r.trajectories is not None:
@@ -214,8 +221,8 @@ class Run:
         """A ValueError for a model with these facts from which the recipe can't start."""
         r = self.recipe
         methods = r.evaluate.methods or ()
-        if r.train.objective == "ar":
-            autoregressive(facts, "objective ar")
+        if r.train.objective in ("ar", "tidar"):
+            autoregressive(facts, f"objective {r.train.objective}")
         elif "autoregressive" in methods:
             autoregressive(facts, "evaluate.methods autoregressive")
         own = trajectories.teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
@@ -418,7 +425,7 @@ def train(run: Run) -> None:
         output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
         distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight or 0.0,
         noise_floor=t.noise_floor, noise_first_cap=t.noise_first_cap, noise_ramp=t.noise_ramp,
-        complementary=t.complementary,
+        complementary=t.complementary, alpha=t.alpha,
         learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
         warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
         per_device_train_batch_size=t.batch_size, gradient_accumulation_steps=t.accumulation,
@@ -428,7 +435,10 @@ def train(run: Run) -> None:
     )
     trainer = training.CDLMTrainer(
         model, args, dataset,
-        training.Collator(model, r.decode.max_new_tokens, {"bd3lm": r.decode.block_length, "ar": 1}.get(t.objective)),
+        training.Collator(
+            model, r.decode.max_new_tokens, {"bd3lm": r.decode.block_length, "ar": 1, "tidar": r.decode.block_length}.get(t.objective),
+            from_zero=t.objective == "tidar",
+        ),
         teacher_head=head, lengths=lengths, peft_model=peft_model, callbacks=[_progress(run, steps)],
     )
     from transformers.trainer_callback import PrinterCallback
@@ -512,11 +522,13 @@ def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any,
 
 
 def trained_facts(recipe: Recipe, start: families.Facts) -> families.Facts:
-    """Facts of the trained model. mdlm trains under full attention; the others fix the length of blocks (ar: 1)."""
-    objective = recipe.train.objective
+    """Facts of the trained model. mdlm trains under full attention; the others fix the length of blocks (ar and tidar: 1, and tidar the
+    length of drafts)."""
+    objective, length = recipe.train.objective, recipe.decode.block_length
+    start = replace(start, draft_length=length if objective == "tidar" else None, text_attention="block_causal")
     if objective == "mdlm":
         return replace(start, block_length=None, prompt_attention="bidirectional")
-    return replace(start, block_length=1 if objective == "ar" else recipe.decode.block_length)
+    return replace(start, block_length=1 if objective in ("ar", "tidar") else length)
 
 
 def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
@@ -525,7 +537,8 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
         from peft import PeftModel
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
-        return type(base)(peft_model.get_base_model(), base.facts, base.family).eval(), peft_model.eval()
+        facts = replace(base.facts, text_attention="block_causal")
+        return type(base)(peft_model.get_base_model(), facts, base.family).eval(), peft_model.eval()
     return _load_saved(run), None
 
 
@@ -541,12 +554,12 @@ def _load_saved(run: Run) -> DiffusionLM:
 def evaluate(run: Run) -> None:
     """Accuracy, steps and latency of every method on the test set; writes report.json, report.md, report.html,
     pareto.png, and samples.jsonl with every answer."""
-    from cdlm.evaluate import report
+    from cdlm.evaluate import report, speculation
     from cdlm.evaluate.run import Measured, Method, mean, question_seconds, reveals, time_all
     from cdlm.evaluate.run import run as run_methods
 
     r, e = run.recipe, run.recipe.evaluate
-    if r.train.objective in BLOCKWISE:
+    if r.train.objective in OF_A_MODEL:
         teacher = run.load_teacher()
         student, peft_model = load_student(run, teacher)
     else:
@@ -567,6 +580,8 @@ def evaluate(run: Run) -> None:
     tau = r.decode.confidence_threshold
     thresholds = sorted({*e.thresholds, tau})
     own = run.decode_config()
+
+    drafting = _drafting(run, teacher, student, teacher_weights) if r.train.objective == "tidar" else {}
 
     def methods(name: str) -> list[Method]:
         if name == "teacher":
@@ -592,6 +607,8 @@ def evaluate(run: Run) -> None:
             ]
         if name == "teacher_block_causal":
             return [Method(name, None, changed(own, tokens_per_step=1), teacher, teacher_weights)]
+        if r.train.objective == "tidar":
+            return drafting[name]
         if name == "autoregressive":
             return [Method(name, None, DecodeConfig(r.decode.max_new_tokens, 1, tokens_per_step=1), teacher, teacher_weights)]
         if name == "student_sequential":
@@ -627,7 +644,7 @@ def evaluate(run: Run) -> None:
     time_all(measured, timed, e.warmup_prompts, e.repeats, sizes)
     shown = [next(example for example in examples if example.group == group) for group in sorted({x.group for x in examples})][:8]
     drawn = [m.method for m in measured if m.method.name in ("teacher_threshold_stop", "student") and m.method.parameter == tau]
-    drawn = drawn or [m.method for m in measured][:1]
+    drawn = drawn or [m.method for m in measured if m.method.name == "tidar"][:1] or [m.method for m in measured][:1]
 
     request = request_of(run, "evaluate")
     found = report.build(
@@ -637,6 +654,12 @@ def evaluate(run: Run) -> None:
             "decodings": [reveals(method, example, tokenizer) for example in shown for method in drawn],
         }, device=r.device,
     )
+    if r.train.objective == "tidar":
+        found["speculation"] = speculation.summarise(
+            found["results"], draft_length=r.decode.block_length, proposals=proposals_of(r, teacher.hf.config),
+            shape=_shape(teacher.hf.config), context=r.data.max_prompt_tokens, generate=r.decode.max_new_tokens,
+            size=families.DTYPES[r.dtype].itemsize,
+        )
     place = {example.index: number for number, example in enumerate(examples)}
     asked = [place[example.index] for example in timed]
     found["latency"]["seconds"] = {m.method.label: question_seconds(m, asked) for m in measured}
@@ -648,6 +671,55 @@ def evaluate(run: Run) -> None:
                 stream.write(json.dumps(line) + "\n")
     log = run.out / "log.jsonl"
     report.write(found, run.out, r.name, [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else [])
+
+
+def _shape(config: Any) -> roofline.Shape:
+    return roofline.shape_of_config(config.to_dict(), "the model's config")
+
+
+def proposals_of(recipe: Recipe, config: Any) -> int:
+    """M of the recipe for a model of these sizes: its own number, K, or the most that are free on its card (at least 1)."""
+    d = recipe.decode
+    if isinstance(d.proposals, int):
+        return d.proposals
+    if d.proposals is None:
+        return d.block_length
+    assert recipe.hardware is not None
+    size, context = families.DTYPES[recipe.dtype].itemsize, recipe.data.max_prompt_tokens
+    return max(1, roofline.free_proposals(
+        _shape(config), roofline.card(recipe.hardware), block=d.block_length, context=context, generate=d.max_new_tokens, size=size,
+    ))  # fmt: skip
+
+
+def _drafting(run: Run, base: DiffusionLM, student: DiffusionLM, base_weights: Callable[[], Any]) -> dict[str, list[Any]]:
+    """What can be measured after objective tidar, by its name in the recipe. base_weights puts the weights in place that the recipe starts
+    from, where both share them."""
+    from cdlm.evaluate.assisted import GenerateConfig
+    from cdlm.evaluate.run import Method
+    from cdlm.speculate import SpeculateConfig
+
+    r, e = run.recipe, run.recipe.evaluate
+    budget, length, own = r.decode.max_new_tokens, r.decode.block_length, proposals_of(r, base.hf.config)
+
+    def of_base(name: str, config: Any) -> Method:
+        return Method(name, None, config, base, base_weights)
+
+    def of_student(name: str, parameter: float | None, **values: Any) -> Method:
+        return Method(name, parameter, SpeculateConfig(budget, **{"draft_length": length, **values}), student, contextlib.nullcontext)
+
+    assistant = None
+    if e.draft_model is not None and "assisted" in (e.methods or ()):
+        assistant = families.load(r.path(e.draft_model), family=r.family, dtype=r.dtype, device=r.device, attention="sdpa").hf
+    return {
+        "autoregressive": [of_base("autoregressive", SpeculateConfig(budget, 1))],
+        "student_autoregressive": [of_student("student_autoregressive", None, draft_length=1)],
+        "tidar": [of_student("tidar", count, proposals=count) for count in sorted({*e.proposals, own}, reverse=True)],
+        "tidar_linear": [of_student("tidar_linear", None, layout="linear")],
+        "tidar_mix": [of_student("tidar_mix", beta, proposals=own, rule="mix", beta=beta) for beta in sorted(set(e.betas))],
+        "transformers_greedy": [of_base("transformers_greedy", GenerateConfig(budget))],
+        "prompt_lookup": [of_base("prompt_lookup", GenerateConfig(budget, prompt_lookup=length))],
+        "assisted": [of_base("assisted", GenerateConfig(budget, assistant=assistant))],
+    }
 
 
 def _spread(examples: list[data.Example], count: int) -> list[data.Example]:
@@ -673,7 +745,7 @@ def export(run: Run) -> None:
 
     r = run.recipe
     peft_model = None
-    if r.train.objective in BLOCKWISE:
+    if r.train.objective in OF_A_MODEL:
         base = run.load_teacher()
         student, peft_model = load_student(run, base)
         tokenizer = run.tokenizer(base.facts)
@@ -682,7 +754,7 @@ def export(run: Run) -> None:
             ids = torch.tensor([probe.prompt_ids + probe.answer_ids], device=base.device)
             student = type(base)(hub.merge_lora(peft_model, ids), base.facts, base.family)
         facts = trained_facts(r, base.facts)
-        threshold: float | None = r.decode.confidence_threshold
+        threshold: float | None = None if r.train.objective == "tidar" else r.decode.confidence_threshold
     else:
         student = _load_saved(run)
         tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None

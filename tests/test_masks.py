@@ -272,6 +272,56 @@ def test_tidar_decoding_is_the_double_loop(lengths, drafts, last):
         assert found[b].tolist() == [(row + prefix) if last else (prefix + row) for row in wanted]
 
 
+@given(length=st.integers(0, 5), drafts=st.integers(1, 4), data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_tidar_decoding_with_fewer_proposals_is_a_part_of_it(length, drafts, data):
+    """The first drafts and slots of the whole layout, row for row and key for key."""
+    count, slots = data.draw(st.integers(0, drafts)), data.draw(st.integers(1, drafts))
+    valid = torch.ones(1, length, dtype=torch.bool)
+    whole, part = masks.tidar_decoding(valid, drafts), masks.tidar_decoding(valid, drafts, count, slots)
+    kept = [*range(drafts), *(drafts * r + i for r in range(1, count + 1) for i in range(slots))]
+    assert part.position_BQ.tolist() == whole.position_BQ[:, kept].tolist()
+    seen = whole.sight.allow()[:, kept][:, :, [*range(length), *(length + i for i in kept)]]
+    assert torch.equal(part.sight.allow(), seen)
+    with pytest.raises(ValueError, match=f"{drafts + 1} proposals for {drafts} drafts"):
+        masks.tidar_decoding(valid, drafts, drafts + 1)
+
+
+def test_what_each_row_of_a_tidar_step_comes_after():
+    """Two drafts, proposals behind each: rows 0 1 | 2 3 | 4 5. Without proposals of three masks, one draft alone, and prefills."""
+    valid = torch.tensor([[False, True, True]])
+    assert masks.tidar_decoding(valid, 2).before_BQ.tolist() == [[-1, 0, 0, 2, 1, 4]]
+    assert masks.tidar_decoding(valid, 1, 1, 3).before_BQ.tolist() == [[-1, 0, 1, 2]]
+    assert masks.tidar_decoding(valid, 3, 0).before_BQ.tolist() == [[-1, 0, 1]]
+    assert masks.tidar_prefill(valid, 2).before_BQ.tolist() == [[4, 0, -1, -1, 3]]
+    last = masks.tidar_prefill(valid, 2, masks_last=True)
+    assert last.before_BQ.tolist() == [[-1, -1, 1, 2, 3]] and last.position_BQ.tolist() == [[0, 0, 1, 2, 3]]
+    assert masks.tidar_prefill(valid, 0, masks_last=True).before_BQ.tolist() == [[-1, -1, 1]]
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3), block=st.integers(1, 5), skip=st.integers(0, 8))
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_tidar_training_rows_come_after_what_precedes_them(lengths, block, skip):
+    width = max(lengths)
+    skip = min(skip, width)
+    valid = torch.tensor([[False] * (width - n) + [True] * n for n in lengths])
+    whole, part = masks.tidar_training(valid, block), masks.tidar_training(valid, block, skip)
+    for b, n in enumerate(lengths):
+        pad = width - n
+        text = [-1] * (pad + 1) + list(range(pad, width - 1))
+        heads = [c >= pad and (c - pad) % block == 0 for c in range(width)]
+        kept = [c >= pad and c - (c - pad) % block >= skip for c in range(skip, width)]
+        wanted = [-1 if c <= pad else c - 1 if heads[c] else width - skip + c - 1 for c in range(skip, width)]
+        assert part.before_BQ[b].tolist() == text + [w if k else -1 for w, k in zip(wanted, kept, strict=True)]
+        place = [max(0, c - pad) for c in range(width)]
+        assert part.position_BQ[b].tolist() == place + place[skip:]
+        columns = [*range(width), *range(width + skip, 2 * width)]
+        there, seen = whole.sight.allow()[b][columns][:, columns], part.sight.allow()[b]
+        for q in range(width - skip):
+            assert torch.equal(seen[width + q], there[width + q]) if kept[q] else not seen[width + q].any()
+        assert torch.equal(seen[:width], there[:width])
+
+
 def test_tidar_positions_are_those_of_the_papers_figure():
     _, position, _ = masks.tidar_decoding(torch.ones(1, 3, dtype=torch.bool), 3)
     assert position.tolist() == [[3, 4, 5, 4, 5, 6, 5, 6, 7, 6, 7, 8]]  # figure 3: L = 3, K = 3

@@ -78,7 +78,7 @@ def test_it_is_found_and_its_facts_are_those_of_the_causal_mode(folder):
     model = families.load(folder)
     assert (model.family, type(model.hf).__name__) == ("nemotron_labs_diffusion", "Ministral3ForCausalLM")
     assert (model.facts.mask_token_id, model.facts.eos_token_ids, model.facts.block_length) == (100, (11,), 1)
-    assert model.facts.logit_shift and model.facts.prompt_attention == "causal"
+    assert model.facts.logit_shift and model.facts.prompt_attention == "causal" and model.facts.draft_length == 32
     assert model.hf.config.rope_parameters["llama_4_scaling_beta"] == 0.1
 
 

@@ -234,7 +234,9 @@ def chi_square(samples, text, probability):
     return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2))
 
 
-@pytest.mark.parametrize("drafts, proposals, layout, temperature", [(3, 3, "parallel", 1.0), (2, 1, "parallel", 0.6), (3, None, "linear", 1.0)])
+@pytest.mark.parametrize(
+    "drafts, proposals, layout, temperature", [(3, 3, "parallel", 1.0), (2, 1, "parallel", 0.6), (3, None, "linear", 1.0)]
+)
 def test_lossless_samples_have_the_autoregressive_distribution(drafts, proposals, layout, temperature):
     """20,000 texts of 3 tokens from a vocabulary of 8: not to be told from the exact distribution, and far from the drafts' own."""
     model, prompt = small_model(), torch.tensor([[5, 3, 6, 4]])
@@ -295,7 +297,7 @@ def test_drafts_stand_from_the_left():
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 def test_mix_is_greedy_decoding_by_mixed_logits(beta):
-    """With a proposal for every length the drafts matter to nothing: each token is the argmax of the mixed logits behind the text so far."""
+    """With a proposal for every length the drafts matter to nothing: each token is the argmax of the mixed logits behind the text."""
     model = causal_model(seed=1)
     prompt, valid = random_prompts([4, 4, 4], seed=1)
     found = speculate(model, prompt, valid, SpeculateConfig(10, 4, rule="mix", beta=beta))

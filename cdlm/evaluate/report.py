@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cdlm.evaluate import aup
+from cdlm.evaluate import aup, speculation
 from cdlm.evaluate.clock import COVERAGE, DRAWS, memory_kind
 from cdlm.evaluate.run import Measured, latencies, ratio, result
 from cdlm.trajectories import versions
@@ -39,6 +39,13 @@ TITLES = {
     "student_sequential": "student, 1 token a step",
     "student": "student, cached",
     "student_uncached": "student, uncached",
+    "student_autoregressive": "trained, autoregressive",
+    "tidar": "draft and verify",
+    "tidar_linear": "draft, then verify",
+    "tidar_mix": "draft and verify, mixed logits",
+    "transformers_greedy": "transformers, greedy",
+    "prompt_lookup": "transformers, prompt lookup",
+    "assisted": "transformers, smaller model drafts",
 }
 
 
@@ -275,7 +282,9 @@ def write(report: dict[str, Any], folder: Path, title: str, log: list[dict[str, 
 def markdown(report: dict[str, Any], title: str) -> str:
     """report.md. A report from before AUP or latency rows were written has none of these tables."""
     tasks = sorted({row["task"] for row in report["results"]} - {"all"})
-    parts = [f"# {title}", "", *(f"- {line}" for line in summary_lines(report["summary"])), ""]
+    drafted = report.get("speculation")
+    told = summary_lines(report["summary"]) + (speculation.lines(drafted) if drafted else [])
+    parts = [f"# {title}", "", *(f"- {line}" for line in told), ""]
     parts += [
         "Steps are refinement forwards. With the cache a finished block is committed by the forward that takes the first step "
         "in the next block, so forwards is not steps + commit. Tokens run up to and with the end-of-sequence token. Accuracy "
@@ -292,6 +301,8 @@ def markdown(report: dict[str, Any], title: str) -> str:
         base = TITLES.get(timed["rows"][0]["base"], timed["rows"][0]["base"])
         parts += ["## latency", "", f"{PROTOCOL} Base: {base}. Memory: {timed['memory']}.", ""]
         parts += [markdown_table(latency_table(timed["rows"]), LATENCY_COLUMNS), ""]
+    if drafted:
+        parts += speculation.markdown(drafted, TITLES, markdown_table)
     env = report["environment"]
     parts += ["## environment", "", ", ".join(f"{key} {value}" for key, value in env.items()), ""]
     return "\n".join(parts)
@@ -320,6 +331,13 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
         "student_sequential": ("D", "tab:green"),
         "student": ("o", "tab:blue"),
         "student_uncached": ("x", "tab:cyan"),
+        "student_autoregressive": ("D", "tab:gray"),
+        "tidar": ("o", "tab:blue"),
+        "tidar_linear": ("s", "tab:green"),
+        "tidar_mix": ("^", "tab:orange"),
+        "transformers_greedy": ("x", "black"),
+        "prompt_lookup": ("v", "tab:brown"),
+        "assisted": ("<", "tab:purple"),
     }
     for method, (marker, colour) in styles.items():
         points = sorted(_points(results, method))

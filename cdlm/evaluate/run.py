@@ -10,10 +10,18 @@ teacher_entropy_bound  training-free: an entropy bound (EB-Sampler)
 teacher_prefix_cache   training-free: confidence threshold with Fast-dLLM's prefix cache (approximate)
 teacher_dual_cache     the same with its dual cache
 teacher_block_causal   the teacher's weights under the student's mask and cache, one token a step, untrained
-autoregressive         one token after another, greedy: blocks of one token; the model that bd3lm starts from, or the one that ar trained
+autoregressive         one token after another, greedy: blocks of one token; the model that bd3lm and tidar start from, or the one that ar
+                       trained
 student_sequential     the student, one token a step
 student                block-causal, exact block cache, confidence threshold
 student_uncached       the student without its cache
+student_autoregressive after tidar: the trained model, one token after another
+tidar                  draft and verify in one forward, greedy; swept: proposals
+tidar_linear           the same in two forwards, one to draft and one to verify
+tidar_mix              draft and verify by mixed logits; swept: beta
+transformers_greedy    transformers' own greedy generation of the model that tidar starts from
+prompt_lookup          the same, assisted by what followed the last tokens earlier in the text
+assisted               the same, assisted by a smaller autoregressive model
 
 A latency's protocol is in clock.py. Shapes: B rows, P prompt tokens.
 """
@@ -25,10 +33,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from cdlm import data
 from cdlm.decode import DecodeConfig, Decoded, Step, decode
+from cdlm.evaluate.assisted import GenerateConfig, generate
 from cdlm.evaluate.clock import FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
 from cdlm.families.base import DiffusionLM
+from cdlm.speculate import SpeculateConfig, Speculated, Verified, speculate
 
 BASES = ("teacher", "autoregressive")  # what a latency ratio is against: the first of these that was timed, else the first method
 
@@ -42,7 +54,7 @@ class Method:
 
     name: str
     parameter: float | None
-    config: DecodeConfig
+    config: DecodeConfig | SpeculateConfig | GenerateConfig
     model: DiffusionLM
     weights: Callable[[], AbstractContextManager[Any]]
 
@@ -58,7 +70,8 @@ def label(name: str, parameter: float | None) -> str:
 
 @dataclass
 class Row:
-    """What one method did with one question."""
+    """What one method did with one question. queries: query tokens of the forwards behind the prompt's, and accepted: steps in which so
+    many drafts stood, both of draft and verify alone (see speculate.py)."""
 
     group: str
     correct: bool
@@ -67,6 +80,8 @@ class Row:
     commit_forwards: int
     forwards: int
     output_tokens: int
+    queries: int | None = None
+    accepted: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,11 +115,31 @@ class Measured:
     times: list[Timed] = field(default_factory=list)
 
 
-def _decode(method: Method, examples: list[data.Example]) -> Decoded:
+def answers(
+    method: Method, prompt_BP: Tensor, valid_BP: Tensor, callback: Callable[[Any], None] | None = None
+) -> Decoded | Speculated:
+    """A method's answers, by the decoder that its config is of. callback: a decoder's own, see there."""
+    if isinstance(method.config, SpeculateConfig):
+        return speculate(method.model, prompt_BP, valid_BP, method.config, callback=callback)
+    if isinstance(method.config, GenerateConfig):
+        return generate(method.model, prompt_BP, valid_BP, method.config, callback)
+    return decode(method.model, prompt_BP, valid_BP, method.config, callback=callback)
+
+
+def first_tokens(method: Method, prompt_tokens: int) -> int:
+    """Output tokens of the first block: the rest of one that begins inside a prompt, a whole one, or the first token of a text that is
+    written from left to right."""
+    if not isinstance(method.config, DecodeConfig):
+        return 1
+    block = method.config.block_length
+    return block - (prompt_tokens % block if method.model.facts.block_origin == "zero" else 0)
+
+
+def _decode(method: Method, examples: list[data.Example]) -> Decoded | Speculated:
     prompt, valid = data.pad_left([example.prompt_ids for example in examples], method.model.facts.pad_token_id)
     device = method.model.device
     with method.weights():
-        return decode(method.model, prompt.to(device), valid.to(device), method.config)
+        return answers(method, prompt.to(device), valid.to(device))
 
 
 def score(method: Method, examples: list[data.Example], tokenizer, batch_size: int) -> list[Row]:
@@ -120,6 +155,8 @@ def score(method: Method, examples: list[data.Example], tokenizer, batch_size: i
                 examples[i].group, examples[i].is_right(text), text, out.steps[row], out.commit_forwards[row],
                 out.forwards[row], out.output_tokens[row],
             )
+            if isinstance(out, Speculated):
+                rows[i].queries, rows[i].accepted = out.queries[row], out.accepted[row] if out.accepted else None
     return [rows[i] for i in range(len(examples))]
 
 
@@ -144,20 +181,20 @@ def time_all(
 
 def _timed(method: Method, examples: list[data.Example], places: tuple[int, ...]) -> Timed:
     """One call with the clock around it."""
-    model, config, batch = method.model, method.config, [examples[i] for i in places]
+    model, batch = method.model, [examples[i] for i in places]
     prompt, valid = data.pad_left([example.prompt_ids for example in batch], model.facts.pad_token_id)
     prompt, valid = prompt.to(model.device), valid.to(model.device)
     reset_memory(model.device)
     notes: list[FirstBlock] = []
 
-    def call() -> Decoded:
+    def call() -> Decoded | Speculated:
         notes.append(FirstBlock(model.device))
-        return decode(model, prompt, valid, config, callback=notes[0])
+        return answers(method, prompt, valid, notes[0])
 
     with method.weights():
         spent, out = seconds(call, model.device)
-    tails = [len(example.prompt_ids) % config.block_length if model.facts.block_origin == "zero" else 0 for example in batch]
-    later = [max(0, tokens - (config.block_length - tail)) for tokens, tail in zip(out.output_tokens, tails, strict=True)]
+    firsts = [first_tokens(method, len(example.prompt_ids)) for example in batch]
+    later = [max(0, tokens - first) for tokens, first in zip(out.output_tokens, firsts, strict=True)]
     groups = {example.group for example in batch}
     return Timed(
         batch[0].group if len(groups) == 1 else None, spent, sum(out.output_tokens), places, notes[0].seconds(), sum(later),
@@ -169,10 +206,15 @@ class _Reveals:
     """Decoding callback for one row: the step that revealed each answer slot, counted from 1; 0 where none has."""
 
     def __init__(self, slots: int):
-        self.step, self.taken = [0] * slots, 0
+        self.step, self.taken, self.written = [0] * slots, 0, 0
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: Step | Verified) -> None:
         self.taken += 1
+        if isinstance(step, Verified):
+            count = int(step.count_A[0])
+            self.step[self.written : self.written + count] = [self.taken] * len(self.step[self.written : self.written + count])
+            self.written += count
+            return
         for place in step.reveal_AS[0].nonzero()[:, 0].tolist():
             slot = int(step.first_slot_A[0]) + place
             if 0 <= slot < len(self.step):
@@ -186,7 +228,7 @@ def reveals(method: Method, example: data.Example, tokenizer) -> dict[str, Any]:
     prompt, valid = data.pad_left([example.prompt_ids], method.model.facts.pad_token_id)
     device = method.model.device
     with method.weights():
-        out = decode(method.model, prompt.to(device), valid.to(device), method.config, callback=seen)
+        out = answers(method, prompt.to(device), valid.to(device), seen)
     ids, ends = out.ids_BN[0, : out.output_tokens[0]].tolist(), method.model.facts.eos_token_ids
     text = tokenizer.decode(out.answer(0, ends), skip_special_tokens=False)
     return {
@@ -214,6 +256,10 @@ def result(m: Measured, task: str | None, batch_size: int) -> dict[str, Any]:
     times = [timed for timed in m.times if timed.batch == 1 and task in (None, timed.group)]
     latency = Latency.of([timed.seconds for timed in times]) if times else None
 
+    queries = [row.queries for row in rows if row.queries is not None]
+    behind = sum(row.forwards - row.commit_forwards for row in rows)
+    histograms = [row.accepted for row in rows if row.accepted is not None]
+
     def over_rows(name: str) -> float | None:
         return mean(getattr(row, name) for row in rows) if rows else None
 
@@ -227,6 +273,8 @@ def result(m: Measured, task: str | None, batch_size: int) -> dict[str, Any]:
         "forwards": over_rows("forwards"),
         "output_tokens": over_rows("output_tokens"),
         "tpf": ratio(sum(row.output_tokens for row in rows), sum(row.forwards for row in rows)),
+        "queries_per_forward": ratio(sum(queries), behind) if queries else None,
+        "accepted": [sum(counts) for counts in zip(*histograms, strict=True)] if histograms else None,
         "latency_s": {"p10": latency.p10, "median": latency.median, "p90": latency.p90} if latency else None,
         "tps": ratio(sum(timed.output_tokens for timed in times), sum(timed.seconds for timed in times)),
         "batch": batch_size,

@@ -5,7 +5,7 @@ one-position shift of AR-initialised models is undone here, in `_align`, and now
 Shapes: B rows, L tokens, C tokens to commit, S slots of a block, D hidden width, V vocabulary.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,17 @@ CHOICES = {
     "noise": ("absorbing",),
     "block_origin": masks.ORIGINS,
     "prompt_attention": masks.PROMPT_ATTENTION,
+    "text_attention": ("block_causal", "causal"),
 }
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a checkpoint's weights do not say about how it denoises (design: "What a family must offer")."""
+    """What a checkpoint's weights do not say about how it denoises (design: "What a family must offer").
+
+    draft_length: of a causal LM that was trained with objective tidar, the masks of a block that it fills in one forward behind any text.
+    text_attention: how the tokens of a finished block look at one another once they are committed; see `DiffusionLM.diffusion_mode`.
+    """
 
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -33,11 +38,13 @@ class Facts:
     block_origin: str = "prompt_end"
     logit_shift: bool = False
     prompt_attention: str = "bidirectional"
+    draft_length: int | None = None
+    text_attention: str = "block_causal"
 
     def __post_init__(self) -> None:
         whole = [("mask_token_id", self.mask_token_id), ("pad_token_id", self.pad_token_id)]
         whole += [("eos_token_id", end) for end in self.eos_token_ids]
-        whole += [("block_length", self.block_length)] if self.block_length is not None else []
+        whole += [(name, getattr(self, name)) for name in ("block_length", "draft_length") if getattr(self, name) is not None]
         for name, value in whole:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number")
@@ -50,6 +57,8 @@ class Facts:
             raise ValueError("eos_token_ids is empty; decoding needs at least one end-of-sequence token")
         if self.block_length is not None and self.block_length < 1:
             raise ValueError(f"block_length is {self.block_length}; a block holds at least 1 token")
+        if self.draft_length is not None and self.draft_length < 1:
+            raise ValueError(f"draft_length is {self.draft_length}; a draft holds at least 1 token")
         if self.mask_token_id == self.pad_token_id or self.mask_token_id in self.eos_token_ids:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is also the pad or an end-of-sequence token "
@@ -68,11 +77,22 @@ class Facts:
         """Whether the checkpoint itself is a block diffusion model, trained under the block-causal mask with blocks of block_length."""
         return self.block_length is not None
 
+    def of_diffusion_mode(self) -> "Facts":
+        """The facts of `DiffusionLM.diffusion_mode`."""
+        if self.draft_length is None:
+            raise ValueError("this model states no draft_length: it was not trained with objective tidar")
+        return replace(
+            self, logit_shift=False, block_length=self.draft_length, block_origin="prompt_end", draft_length=None, text_attention="causal"
+        )
+
     def to_config(self) -> dict[str, Any]:
         """As keys of config.json; token ids that transformers has keys for stay under those."""
         named = asdict(self)
         for known in ("eos_token_ids", "pad_token_id"):
             del named[known]
+        for rare in ("draft_length", "text_attention"):  # few checkpoints have them, so the others' files do not speak of them
+            if named[rare] == getattr(type(self), rare):
+                del named[rare]
         return named
 
 
@@ -222,6 +242,14 @@ class DiffusionLM(nn.Module):
         assert cache.row_BLD is not None
         return self._align(row_BWD, cache.row_BLD[:, start - 1] if start else None)
 
+    def diffusion_mode(self) -> "DiffusionLM":
+        """A model that was trained with objective tidar, as the block diffusion LM that it is too: its mask rows predict their own
+        position, and a block of draft_length masks stands behind causal text, so a finished block is committed as causal text.
+
+        Only cached decoding knows which tokens are finished; `sequence_hidden` under a block-causal mask is not this mode.
+        """
+        return type(self)(self.hf, self.facts.of_diffusion_mode(), self.family)
+
     def packed_hidden(
         self, ids_BQ: Tensor, position_BQ: Tensor, sight: masks.Sight, before_BQ: Tensor, cache: BlockCache | None = None
     ) -> Tensor:
@@ -267,8 +295,11 @@ class DiffusionLM(nn.Module):
         if nothing_hidden is not None:
             mask = nothing_hidden  # a block sees all that is committed, and itself
         else:
+            horizon_BL = self._horizon(position_BL, cache.prompt_length_B, block_length)
+            if self.facts.text_attention == "causal":
+                horizon_BL = torch.cat([position_BL[:, :count], horizon_BL[:, count:]], dim=1)
             mask = self._mask(masks.clean(
-                self._horizon(position_BL, cache.prompt_length_B, block_length),
+                horizon_BL,
                 torch.cat([cache.position_BK, position_BL], dim=1),
                 torch.cat([cache.valid_BK, fresh_valid_BL], dim=1),
             ))  # fmt: skip

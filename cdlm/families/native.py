@@ -32,7 +32,11 @@ def config_keys(facts: Facts) -> dict[str, Any]:
 
 
 def state(config: Any, facts: Facts) -> None:
-    """Put the facts into a transformers config, in place."""
-    for key, value in config_keys(facts).items():
+    """Put the facts into a transformers config, in place; facts that it held of what the model was before, and that these do not name, go."""
+    stated = config_keys(facts)
+    for key in FACT_NAMES:
+        if key in vars(config) and key not in stated and key not in ("eos_token_ids", "pad_token_id"):
+            delattr(config, key)
+    for key, value in stated.items():
         setattr(config, key, value)
     config.eos_token_id, config.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id

@@ -23,6 +23,7 @@ from cdlm.families.decoder import ATTENTION, MLP, NORMS, layer, need, refuse, to
 NAME = "nemotron_labs_diffusion"
 NATIVE = "ministral3"
 DRAFT_ADAPTER = "linear_spec_lora"
+BLOCK = 32  # masks of a draft, where config.json states none
 ROOT = "encoder."  # stands before the names of all tensors but the head, where the native class has "model."
 
 
@@ -31,7 +32,7 @@ def matches(config: dict[str, Any]) -> bool:
 
 
 def facts(config: dict[str, Any]) -> Facts:
-    return token_facts(config, NAME, logit_shift=True, prompt_attention="causal", block_length=1)
+    return token_facts(config, NAME, logit_shift=True, prompt_attention="causal", block_length=1, draft_length=config.get("block_size") or BLOCK)
 
 
 def native_config(config: dict[str, Any]) -> dict[str, Any]:

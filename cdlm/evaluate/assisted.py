@@ -1,0 +1,96 @@
+"""transformers' own generation as a method: greedy, with prompt lookup, or with a smaller model that drafts.
+
+These are the speculative decodings that a user of an autoregressive model has at hand. Knows `generate`; knows no report and no clock.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdlm.families.base import DiffusionLM
+from cdlm.speculate import Speculated, Verified
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Greedy `generate`, plain, or with drafts of at most `prompt_lookup` tokens that followed the last ones earlier in the text, or with
+    an assistant (a stock model of the same tokenizer) that drafts as transformers has it by default. Not both."""
+
+    max_new_tokens: int
+    prompt_lookup: int | None = None
+    assistant: nn.Module | None = None
+    stop_at_eos: bool = True
+
+    def __post_init__(self) -> None:
+        if self.prompt_lookup is not None and self.assistant is not None:
+            raise ValueError("prompt_lookup and assistant are both given; a draft comes from one of them")
+
+
+@contextmanager
+def _counted(hf: nn.Module, seen: Callable[[int], None]) -> Iterator[None]:
+    """Tells the query tokens of each forward of a model, when it is done."""
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        seen((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).shape[1])
+
+    handle = hf.register_forward_hook(note, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """transformers warns at every call with an assistant of how it passes its own arguments on."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@torch.no_grad()
+def generate(
+    model: DiffusionLM, prompt_BP: Tensor, valid_BP: Tensor, config: GenerateConfig, callback: Callable[[Verified], None] | None = None
+) -> Speculated:
+    """Greedy answers, row by row (drafts of several rows at once are beyond `generate`).
+
+    Forwards are those of the model itself, not of an assistant. callback: called once a row, after the forward of its prompt.
+    """
+    facts, device = model.facts, prompt_BP.device
+    ids_BN = prompt_BP.new_full((len(prompt_BP), config.max_new_tokens), facts.pad_token_id)
+    drafting: dict[str, Any] = {}
+    if config.prompt_lookup is not None:
+        drafting = {"prompt_lookup_num_tokens": config.prompt_lookup}
+    elif config.assistant is not None:
+        drafting = {"assistant_model": config.assistant}
+    forwards, queries, tokens, stop = [], [], [], []
+    for row in range(len(prompt_BP)):
+        ids_1P, seen = prompt_BP[row][valid_BP[row]][None], list[int]()
+
+        def note(count: int, row: int = row, seen: list[int] = seen) -> None:
+            seen.append(count)
+            if callback is not None and len(seen) == 1:
+                callback(Verified(0, torch.tensor([row]), ids_BN[row : row + 1, :0], torch.tensor([0])))
+
+        with _counted(model.hf, note), _without_advice():
+            out = model.hf.generate(
+                input_ids=ids_1P, attention_mask=torch.ones_like(ids_1P), max_new_tokens=config.max_new_tokens, do_sample=False,
+                suppress_tokens=[facts.mask_token_id], eos_token_id=list(facts.eos_token_ids), pad_token_id=facts.pad_token_id, **drafting,
+            )[0, ids_1P.shape[1] :]
+        found = out.tolist()
+        end = next((i for i, token in enumerate(found) if token in facts.eos_token_ids), None)
+        tokens.append(len(found) if end is None else end + 1)
+        stop.append("length" if end is None else "eos")
+        ids_BN[row, : tokens[-1]] = out[: tokens[-1]].to(device)
+        forwards.append(len(seen))
+        queries.append(sum(seen[1:]))
+    return Speculated(ids_BN, [count - 1 for count in forwards], [1] * len(tokens), forwards, queries, tokens, [], stop)
