@@ -78,6 +78,7 @@ class BlockCache(Cache):
     boundary_BD: last hidden row of the committed part, kept for models whose logits are shifted by one.
     padded: whether some committed key may be padding.
     ends: the slot behind each row's last committed key; None while that is the same for all.
+    layer: what a layer keeps; an architecture that is not local in positions keeps more than keys and values.
     """
 
     def __init__(self, layers: int, capacity: int, prompt_length_B: Tensor, layer: Callable[[int], BlockLayer] = BlockLayer):
@@ -100,7 +101,8 @@ class BlockCache(Cache):
         self.next_position_B = self.next_position_B + valid_BC.sum(dim=1)
         self.boundary_BD, self.ends = boundary_BD, None
         count, width = position_BC.shape[1], self.position_BK.shape[1]
-        count_B = torch.full_like(self.prompt_length_B, count)
+        column_C = torch.arange(1, count + 1, device=valid_BC.device)
+        count_B = F.pad(column_C * valid_BC, (1, 0)).amax(dim=1)  # up to a row's last real token; nothing of one that is all padding
         for layer in self.layers:
             layer.accept(count_B, count, None, width)
 
@@ -118,8 +120,8 @@ class BlockCache(Cache):
         fresh_BW = (slot_W >= end_B1) & (slot_W < end_B1 + count_B[:, None])
         position_BW = self.next_position_B[:, None] + slot_W - end_B1
         self.position_BK = torch.where(fresh_BW, position_BW, F.pad(self.position_BK, (0, more)))
-        self.next_position_B = self.next_position_B + count_B
         self.valid_BK = fresh_BW | F.pad(self.valid_BK, (0, more))
+        self.next_position_B = self.next_position_B + count_B
         moves = min(ends) < width
         for layer in self.layers:
             layer.accept(count_B, most, end_B1[:, 0] if moves else None, max(after))

@@ -47,7 +47,8 @@ def save(
     model: DiffusionLM, tokenizer: Any, folder: Path, *, facts: Facts, max_new_tokens: int, confidence_threshold: float | None, card: str,
     eval_results: str | None = None, adapter: Path | None = None,
 ) -> None:
-    """Write the folder whole beside its place, then put it there. adapter: a folder of `save_adapter`, moved into this one."""
+    """Write the folder whole beside its place, then put it there. The decoder beside the weights knows masks only, so a model for which
+    they do not suffice gets none. adapter: a folder of `save_adapter`, moved into this one."""
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
@@ -62,7 +63,7 @@ def save(
     families.save_tokenizer(tokenizer, partial)
     if adapter is not None:
         adapter.replace(partial / "adapter")
-    _finish(partial, card, eval_results, with_decoder=confidence_threshold is not None)
+    _finish(partial, card, eval_results, with_decoder=confidence_threshold is not None and model.masks_suffice)
     if folder.exists():
         shutil.rmtree(folder)
     partial.replace(folder)
@@ -137,7 +138,7 @@ def card(
 ) -> str:
     """The model card, made from report.json: front matter with model-index, what was measured, and code that runs.
 
-    adapter: of the adapter alone, not of the merged model; stock: transformers itself can load the base.
+    adapter: of the adapter alone, not of the merged model; stock: transformers and the decoder beside the weights suffice.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -217,7 +218,8 @@ def _usage(decode: dict[str, Any], adapter: bool, stock: bool) -> str:
     """The card's code, and what is to be known about it."""
     budget, block, threshold = decode["max_new_tokens"], decode["block_length"], decode["confidence_threshold"]
     if not stock:
-        return f"""Transformers alone does not make this adapter's base of its repository; `cdlm` does (needs `peft`):
+        base = "does not make this adapter's base of its repository; `cdlm` does (needs `peft`)"
+        return f"""Transformers alone {base if adapter else "does not decode this model's blocks; `cdlm` does"}:
 
 ```python
 import cdlm

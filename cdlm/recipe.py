@@ -208,6 +208,7 @@ class Export:
 
     base_model: the Hub repository of the model (default: the recipe's own model, when that is one).
     benchmark: the Hub dataset that data.test is of; with it the results are also written to .eval_results/.
+    dtype: in which the whole model is stored (null: as it was trained); what is measured is the model before that rounding.
     """
 
     license: str = "apache-2.0"
@@ -215,6 +216,7 @@ class Export:
     datasets: list[str] = field(default_factory=list)
     base_model: str | None = None
     benchmark: str | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -439,6 +441,8 @@ def check(recipe: Recipe) -> None:
     if r.hardware is not None:
         roofline.card(r.hardware)
     one_of("dtype", r.dtype, DTYPES)
+    if r.export.dtype is not None:
+        one_of("export.dtype", r.export.dtype, DTYPES)
     one_of("attention", r.attention, ATTENTION)
     if r.device == "cpu" and (r.attention == "flex" or (r.attention == "triton" and os.environ.get("TRITON_INTERPRET") != "1")):
         raise ValueError(f"attention is {r.attention!r} and device is 'cpu'; allowed there: auto, naive, sdpa")

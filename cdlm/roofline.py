@@ -325,9 +325,14 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     layers = size("num_hidden_layers", "n_layers")
     intermediate = size("intermediate_size", "mlp_hidden_size", "dense_intermediate_size", default=expert_width)
     kinds = config.get("layer_types") or []
+    kv_heads, head_dim = size("num_key_value_heads", "n_kv_heads", default=heads), size("head_dim", default=hidden // heads)
+    router, channels = size("router_hidden_size", default=0), (heads + kv_heads) * head_dim
+    # Two convolutions over queries and keys, the second within heads; a router with a hidden layer of its own size behind another.
+    taps = [size(name, default=0) for name in ("cca_time0", "cca_time1")]
+    mixing = channels * (taps[0] + head_dim * taps[1]) + router * (hidden + 2 * router)
     return Shape(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=size("num_key_value_heads", "n_kv_heads", default=heads),
-        head_dim=size("head_dim", default=hidden // heads), intermediate=intermediate, vocab=size("vocab_size", "embedding_size"),
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mixing=mixing, intermediate=intermediate,
+        vocab=size("vocab_size", "embedding_size"),
         experts=experts, experts_per_token=size("num_experts_per_tok", "top_k_experts", default=1) if experts else 0,
         expert_intermediate=(expert_width or intermediate) if experts else 0,
         shared_intermediate=size("num_shared_experts", "n_shared_experts", default=0) * expert_width if experts else 0,

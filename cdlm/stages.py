@@ -105,7 +105,7 @@ class Run:
             return model
         model = families.load(r.model_path(), family=r.family, dtype=r.dtype, device=r.device, attention=r.attention)
         facts = self.teacher_facts(model.facts)
-        return model if facts == model.facts else DiffusionLM(model.hf, facts, model.family).eval()
+        return model if facts == model.facts else type(model)(model.hf, facts, model.family).eval()
 
     def teacher_facts(self, facts: families.Facts) -> families.Facts:
         """What the recipe takes the model for: a teacher that was trained with objective tidar shows its diffusion mode."""
@@ -577,7 +577,7 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         facts = replace(base.facts, text_attention="block_causal")
-        return DiffusionLM(peft_model.get_base_model(), facts, base.family).eval(), peft_model.eval()
+        return type(base)(peft_model.get_base_model(), facts, base.family).eval(), peft_model.eval()
     return _load_saved(run), None
 
 
@@ -807,7 +807,7 @@ def export(run: Run) -> None:
         if peft_model is not None:
             probe = run.examples(tokenizer, "test", 1)[0]
             ids = torch.tensor([probe.prompt_ids + probe.answer_ids], device=base.device)
-            student = DiffusionLM(hub.merge_lora(peft_model, ids), base.facts, base.family)
+            student = type(base)(hub.merge_lora(peft_model, ids), base.facts, base.family)
         facts = trained_facts(r, base.facts)
         threshold: float | None = None if r.train.objective == "tidar" else r.decode.confidence_threshold
     else:
@@ -832,16 +832,19 @@ def export(run: Run) -> None:
         results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on, r.train.objective)
     if peft_model is not None and threshold is not None:
         adapter = run.out / "adapter.partial"
-        stock = student.family == "native"
+        stock = student.family == "native" and student.masks_suffice
         hub.save_adapter(
             run.student, tokenizer, adapter, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
             confidence_threshold=threshold,
             card=card(adapter=True, stock=stock), eval_results=results, with_decoder=stock,
         )
+    if r.export.dtype is not None:
+        student.hf.to(families.DTYPES[r.export.dtype])
     (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced
     trajectories.write_json(run.out / "export.request.json", request_of(run, "export"))
     hub.save(
-        student, tokenizer, run.exported, facts=facts, max_new_tokens=budget, confidence_threshold=threshold, card=card(),
+        student, tokenizer, run.exported, facts=facts, max_new_tokens=budget, confidence_threshold=threshold,
+        card=card(stock=student.masks_suffice),
         eval_results=results, adapter=adapter,
     )
     run.say(f"export: {run.exported}")

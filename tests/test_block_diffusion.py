@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdlm import losses, masks
-from cdlm.cache import BlockCache
 from cdlm.data import Example
 from cdlm.families.base import DiffusionLM
 from cdlm.trainer import AnswerNoise, CDLMConfig, CDLMTrainer, Collator
@@ -35,7 +34,7 @@ def by_cached_decoding(model: DiffusionLM, noisy, prompt, prompt_valid, answer, 
         clean = torch.cat([asked[length - tail :], answer[row]])[None]
         open_ = torch.cat([asked[length - tail :], noisy[row]])[None]
         edges = [0, *range(block_length - over + tail, slots + tail, block_length), slots + tail]
-        cache = BlockCache(model.hf.config.num_hidden_layers, length + slots, torch.tensor([length]))
+        cache = model.new_cache(torch.tensor([length]), length + slots)
         if length > tail:
             model.commit(asked[None, : length - tail], torch.ones(1, length - tail, dtype=torch.bool), cache, block_length)
         parts = []

@@ -401,6 +401,7 @@ IDS = {
     "sdar-4b-chat": (151669, (151643,), 151643, 4, "zero", False),
     "llada2-mini": (156895, (156892,), 156892, 32, "zero", False),
     "fast-dllm-v2-7b": (151665, (151645,), 151643, 32, "zero", True),
+    "zaya1-8b-tidar": (262145, (106,), 0, None, "prompt_end", True),
 }
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from cdlm import attention as attending
-from cdlm.families import adapter, causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, sdar
+from cdlm.families import adapter, causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, nemotron, sdar, zaya
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import listed, read_json, stock_tokenizer
+from cdlm.families.wrap import wrap
 
 FAMILIES: dict[str, ModuleType] = {
-    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, causal)
+    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, nemotron, zaya, causal)
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("auto", *attending.BACKENDS)
@@ -208,7 +209,7 @@ def load(
         module.prepare(hf, facts, path_or_id)
     facts.check_ids(hf.get_input_embeddings().weight.shape[0], path_or_id)
     set_attention(hf, attention, device)
-    return DiffusionLM(hf.to(device), facts, module.NAME).eval()
+    return wrap(hf.to(device), facts, module.NAME).eval()
 
 
 def local_folder(path_or_id: str | Path) -> Path:

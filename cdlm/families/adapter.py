@@ -61,7 +61,7 @@ def put_on(base: DiffusionLM, folder: Path, file: Path | None) -> DiffusionLM:
     if placed != count:
         raise ValueError(f"the adapter {folder} has {count} tensors, its base has room for {placed}: not the base of this adapter")
     base.hf.generation_config.max_new_tokens = stated.get("max_new_tokens", base.hf.generation_config.max_new_tokens)
-    return DiffusionLM(base.hf, replace(base.facts, block_length=stated.get("block_length", base.facts.block_length)), base.family).eval()
+    return type(base)(base.hf, replace(base.facts, block_length=stated.get("block_length", base.facts.block_length)), base.family).eval()
 
 
 def find(look: Callable[[str], Path | None]) -> tuple[Path, Path | None] | None:

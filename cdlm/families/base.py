@@ -103,6 +103,7 @@ class DiffusionLM(nn.Module):
     """A stock transformers decoder with the facts of a diffusion LM. `hf` is the transformers model, LoRA layers included."""
 
     hf: Any
+    masks_suffice = True  # whether positions and a mask say all that a forward must know; not where layers mix neighbouring rows
 
     def __init__(self, hf: nn.Module, facts: Facts, family: str):
         super().__init__()
@@ -117,8 +118,14 @@ class DiffusionLM(nn.Module):
         """lm_head: final-norm hidden rows -> logits."""
         return self.hf.get_output_embeddings()
 
-    def _rows(self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | WholeCache | None) -> Tensor:
-        """Raw hidden rows after the final norm, [B, L, D]."""
+    def _rows(
+        self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | WholeCache | None, before_BL: Tensor | None = None
+    ) -> Tensor:
+        """Raw hidden rows after the final norm, [B, L, D].
+
+        before_BL: number of the row that precedes each row in its own text, -1 for the last committed token or for nothing. None: rows
+            stand in the order of their text. Attention asks positions only, and so this class does not read it.
+        """
         out = self.hf.get_decoder()(
             input_ids=ids_BL, attention_mask=mask, position_ids=position_BL, cache=cache, use_cache=cache is not None
         )
@@ -204,12 +211,15 @@ class DiffusionLM(nn.Module):
             block_length, origin=origin,
         )  # fmt: skip
         ids = torch.cat([ids_BL[:, prompt - tail : prompt], noisy_BN, ids_BL], dim=1)
-        row_BLD = self._rows(ids, self._mask(seen), torch.cat([position_BM, position_BL], dim=1), None)
         columns = position_BM.shape[1]
-        if not self.facts.logit_shift:
-            return row_BLD[:, tail:columns]
         first_BM = torch.ones_like(block_BM, dtype=torch.bool)
         first_BM[:, 1:] = block_BM[:, 1:] != block_BM[:, :-1]
+        row = torch.arange(ids.shape[1], device=ids.device) - 1  # the row before; of a noisy block's first slot the clean one
+        before_BM = torch.where(first_BM, row[columns + prompt - tail :], row[:columns]).masked_fill(position_BM == 0, -1)
+        before_BL = torch.cat([before_BM, row[columns:].expand_as(position_BL).masked_fill(position_BL == 0, -1)], dim=1)
+        row_BLD = self._rows(ids, self._mask(seen), torch.cat([position_BM, position_BL], dim=1), None, before_BL)
+        if not self.facts.logit_shift:
+            return row_BLD[:, tail:columns]
         clean_BND, noisy_BND = row_BLD[:, columns + prompt - 1 : -1], self._align(row_BLD[:, :columns], None)[:, tail:]
         return torch.where(first_BM[:, tail:, None], clean_BND, noisy_BND)
 
@@ -238,7 +248,7 @@ class DiffusionLM(nn.Module):
 
         Only cached decoding knows which tokens are finished; `sequence_hidden` under a block-causal mask is not this mode.
         """
-        return DiffusionLM(self.hf, self.facts.of_diffusion_mode(), self.family)
+        return type(self)(self.hf, self.facts.of_diffusion_mode(), self.family)
 
     def packed_hidden(
         self, ids_BQ: Tensor, position_BQ: Tensor, sight: masks.Sight, before_BQ: Tensor, cache: BlockCache | None = None
@@ -253,7 +263,7 @@ class DiffusionLM(nn.Module):
         Attention alone needs no such thing, so it is not read here; a family whose layers mix neighbouring tokens does.
         cache: the forward sees its keys and writes its own behind them, where `BlockCache.accept` and `commit` may keep some.
         """
-        return self._rows(ids_BQ, self._mask(sight), position_BQ, cache)
+        return self._rows(ids_BQ, self._mask(sight), position_BQ, cache, before_BQ)
 
     def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
         """An empty cache for prompts of these lengths and `capacity` tokens a row, padding included."""

@@ -44,6 +44,8 @@ def facts_of(path_or_id: str | Path, config: dict[str, Any]) -> Facts:
     mask: config.json's, else the tokenizer's, else the id that `<|mask|>` gets. End tokens: the tokenizer's first (training ends answers
     with it), then those of generation_config.json and config.json. pad: the tokenizer's, else config.json's, else the first end token.
     """
+    if Path(path_or_id).is_file():  # a config.json that stands alone is all there is
+        return facts(config)
     tokenizer, generation = stock_tokenizer(path_or_id), _generation_config(path_or_id)
     ends = [tokenizer.eos_token_id, *listed(generation.get("eos_token_id")), *listed(config.get("eos_token_id"))]
     ends = list(dict.fromkeys(end for end in ends if end is not None))
@@ -77,6 +79,11 @@ def prepare(hf: Any, facts: Facts, path_or_id: str | Path) -> None:
     spare row is there already. Raises ValueError for a model that does not look at the whole past.
     """
     _refuse_windows(hf.config)
+    add_row(hf, facts, path_or_id)
+
+
+def add_row(hf: Any, facts: Facts, path_or_id: str | Path) -> None:
+    """The part of `prepare` that has to do with the mask token alone."""
     vocabulary = sorted(stock_tokenizer(path_or_id).get_vocab().values())
     rows = hf.get_input_embeddings().weight.shape[0]
     if vocabulary[-1] >= rows:

@@ -12,19 +12,24 @@ from typing import Any
 
 import torch
 
-from cdlm.families import native
+from cdlm.families import native, zaya
 from cdlm.families.base import DiffusionLM, Facts
+from cdlm.families.wrap import wrap
 
 INITS = ("default", "fan_in", "copying")
 
 
 def _fan_in(hf: Any) -> None:
+    convolutions = {id(module.weight) for module in hf.modules() if isinstance(module, torch.nn.Conv1d)}
     for name, parameter in hf.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
-        elif parameter.ndim == 2:
+        elif name.endswith("qk_norm.temp"):  # what keys are multiplied with; at 0 attention would look nowhere
+            parameter.fill_(1.0)
+        elif parameter.ndim in (2, 3):  # one matrix, or one an expert, or one a tap
             embedding = parameter is hf.get_input_embeddings().weight
-            parameter.normal_(0.0, 1.0 if embedding else parameter.shape[1] ** -0.5)
+            inputs = parameter[0].numel() if id(parameter) in convolutions else parameter.shape[-1]
+            parameter.normal_(0.0, 1.0 if embedding else inputs**-0.5)
 
 
 def _copying(hf: Any) -> None:
@@ -39,6 +44,8 @@ def _copying(hf: Any) -> None:
                     f"{tuple(module.v_proj.weight.T.shape)}; it needs as many key-value heads as heads"
                 )
             module.o_proj.weight.copy_(module.v_proj.weight.T)
+        elif hasattr(module, "o_proj") and hasattr(module, "qkv_proj"):
+            module.o_proj.weight.copy_(zaya.value_weight(module).T)
 
 
 def build(
@@ -74,4 +81,4 @@ def build(
         if init == "copying":
             _copying(hf)
     hf.generation_config.eos_token_id, hf.generation_config.pad_token_id = config.eos_token_id, config.pad_token_id
-    return DiffusionLM(hf, facts, native.NAME)
+    return wrap(hf, facts, native.NAME)
