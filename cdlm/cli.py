@@ -245,13 +245,16 @@ def _print_table(run) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from cdlm.evaluate import report
+    from cdlm.evaluate import report, speculation
 
     found = json.loads((run.out / "report.json").read_text())
     console = Console(width=max(180, Console().width))
     own = found["summary"]
     # Of each sweep the recipe's own value: its threshold, and the truncated teacher at the student's steps.
-    own_values = (None, own["confidence_threshold"], own["truncated_steps"])
+    own_values: tuple[float | None, ...] = (None, own["confidence_threshold"], own["truncated_steps"])
+    drafted = found.get("speculation")
+    if drafted:
+        own_values = (None, drafted["proposals"])
     shown = [row for row in found["results"] if row["parameter"] in own_values]
     table = Table(title=f"{run.recipe.name}: batch {found['results'][0]['batch']}, latency at batch 1")
     for i, name in enumerate(("task", *report.COLUMNS)):
@@ -259,7 +262,7 @@ def _print_table(run) -> None:
     for row, cells in zip(shown, report.table(shown), strict=True):
         table.add_row(row["task"], *cells, style="bold" if row["task"] == "all" else None)
     console.print(table)
-    for line in report.summary_lines(own):
+    for line in report.summary_lines(own) + (speculation.lines(drafted) if drafted else []):
         console.print(line, highlight=False)
 
 

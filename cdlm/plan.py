@@ -14,7 +14,7 @@ import torch
 from cdlm import ablate, data, families, roofline
 from cdlm.decode import slots
 from cdlm.recipe import Recipe
-from cdlm.stages import STAGES, Run, is_done, stages_of
+from cdlm.stages import STAGES, Run, is_done, proposals_of, stages_of
 from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
 
 # Share of the bound that a run reaches: kernels reach 75 to 90 % of it, and between them an eager loop waits for launches, for the host
@@ -123,7 +123,13 @@ class Plan:
                 )
         if self.stored:
             lines.append(f"trajectories {self.stored} of {run.trajectories}; no teacher is run to make more")
-        lines.append(f"decoding    {budget} tokens in {budget // block} blocks of {block}, confidence > {r.decode.confidence_threshold:g}")
+        if r.train.objective == "tidar":
+            count = proposals_of(r, self.config)
+            lines.append(f"decoding    {budget} tokens, {block} drafts and {count} proposals a forward: {block * (count + 1)} query tokens")
+        else:
+            lines.append(
+                f"decoding    {budget} tokens in {budget // block} blocks of {block}, confidence > {r.decode.confidence_threshold:g}"
+            )
         return lines
 
     def stage(self, name: str, run: Run | None = None, label: str = "") -> str:
@@ -188,18 +194,18 @@ class Plan:
         budget, tests = r.decode.max_new_tokens, self.tests
         thresholds = sorted({*e.thresholds, r.decode.confidence_threshold})
         few = budget / TOKENS_A_STEP
-        swept = len(thresholds) * few
+        sweep = len(thresholds) * few
         assert e.methods is not None
         steps = {
-            "teacher": tests.slots if e.teacher_stops_at_eos else budget, "teacher_block_causal": tests.slots, "teacher_threshold": swept,
-            "teacher_threshold_stop": swept, "student": swept, "student_uncached": few,
+            "teacher": tests.slots if e.teacher_stops_at_eos else budget, "teacher_block_causal": tests.slots, "teacher_threshold": sweep,
+            "teacher_threshold_stop": sweep, "student": sweep, "student_uncached": few,
             "teacher_fixed": sum(budget / k for k in e.fixed), "teacher_factor": len(e.factors) * few,
-            "teacher_entropy_bound": len(e.entropy_bounds) * few, "teacher_prefix_cache": swept, "teacher_dual_cache": swept,
+            "teacher_entropy_bound": len(e.entropy_bounds) * few, "teacher_prefix_cache": sweep, "teacher_dual_cache": sweep,
             "teacher_interval_cache": budget, "autoregressive_model": tests.slots, "autoregressive": tests.slots,
             "student_sequential": tests.slots,
             **dict.fromkeys(("student_autoregressive", "transformers_greedy"), tests.slots),
             **dict.fromkeys(("prompt_lookup", "assisted", "tidar_linear"), tests.slots / 2),
-            "tidar": len({*e.proposals, r.decode.proposals}) * few, "tidar_mix": len(set(e.betas)) * few,
+            "tidar": len({*e.proposals, r.decode.proposals or r.decode.block_length}) * few, "tidar_mix": len(set(e.betas)) * few,
             "teacher_truncated": sum(e.truncated_steps) + (few if "student" in e.methods else 0),
         }
         cached = ("teacher_block_causal", "student", "student_sequential")
@@ -220,8 +226,13 @@ class Plan:
                 Work(steps[method] * tests.count / e.batch_size, e.batch_size, mode, block=block),
                 *(Work(steps[method] * calls, size, mode, block=block) for size, calls in sorted(timed.items())),
             ]
+        if r.train.objective == "tidar":
+            counts = sorted({*e.proposals, proposals_of(r, self.config)}, reverse=True)
+            swept = f"proposals {', '.join(map(str, counts))}; beta {', '.join(f'{x:g}' for x in sorted(set(e.betas)))}"
+        else:
+            swept = f"thresholds {', '.join(f'{x:g}' for x in thresholds)}"
         words = (
-            f"{tests.count} questions, {', '.join(e.methods)}; thresholds {', '.join(f'{x:g}' for x in thresholds)}; "
+            f"{tests.count} questions, {', '.join(e.methods)}; {swept}; "
             f"about {sum(w.forwards * w.rows for w in work):.0f} forwards of a row"
         )
         return words, work, tests.prompt_tokens

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 OBJECTIVES = ("cdlm", "mdlm", "bd3lm", "ar", "tidar")
-SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay")
+SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay")
 METHODS = (
     "teacher", "teacher_truncated", "teacher_threshold", "teacher_threshold_stop", "teacher_block_causal", "student", "student_uncached",
 )
@@ -469,6 +469,8 @@ def check(recipe: Recipe) -> None:
     within("seed", r.seed, 0, 2**32 - 1)
     if t.scheduler == "warmup_stable_decay" and "num_decay_steps" not in (t.scheduler_kwargs or {}):
         raise ValueError("train.scheduler warmup_stable_decay needs train.scheduler_kwargs.num_decay_steps")
+    if t.scheduler == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & set(t.scheduler_kwargs or {}):
+        raise ValueError("train.scheduler cosine_with_min_lr needs train.scheduler_kwargs.min_lr or min_lr_rate")
     one_of("train.scheduler", t.scheduler, SCHEDULERS)
     if not 0 < t.noise_floor < t.noise_first_cap <= 1:
         raise ValueError(

@@ -267,11 +267,6 @@ class _Linear:
         self.block_AKD = self.block_AKD[still]
 
 
-def _without(logits: Tensor, token_id: int) -> Tensor:
-    """The logits in fp32 with one token's at -inf: it is never drafted and never stands."""
-    return logits.float().index_fill(-1, torch.tensor([token_id], device=logits.device), -torch.inf)
-
-
 def _draw(probability_AKV: Tensor, uniform_AK: Tensor) -> Tensor:
     """A token of each distribution (not necessarily of sum 1) by its inverse distribution function, in fp64, [A, K]."""
     total_AKV = probability_AKV.double().cumsum(dim=-1)
@@ -312,48 +307,55 @@ class _Rule:
 
     def __init__(self, config: SpeculateConfig, mask_token_id: int, generators: list[torch.Generator] | None, device: torch.device):
         self.config, self.mask, self.generators, self.device = config, mask_token_id, generators, device
+        self.mask_index = torch.tensor([mask_token_id], device=device)
         self.q_AKV: Tensor | None = None
+        self.uniform_AK = torch.empty(0)
 
-    def uniform(self, rows: list[int], count: int) -> Tensor:
-        """Draws in fp64 from each row's own generator, so that a row's sample depends neither on its batch nor on the device."""
-        assert self.generators is not None
-        drawn = [torch.rand(count, generator=self.generators[row], dtype=torch.float64) for row in rows]
-        return torch.stack(drawn).to(self.device, non_blocking=True)
+    def draw(self, rows: list[int], count: int) -> None:
+        """The draws that a step may need, in fp64 from each row's own generator, so that a row's sample depends neither on its batch nor on
+        the device. Made before the step's forwards, which they would wait for."""
+        if self.generators is not None and self.config.rule == "lossless":
+            drawn = [torch.rand(count, generator=self.generators[row], dtype=torch.float64) for row in rows]
+            self.uniform_AK = torch.stack(drawn).to(self.device)
+
+    def without_mask(self, logits: Tensor) -> Tensor:
+        """The logits in fp32 with the mask token's at -inf: it is never drafted and never stands."""
+        return logits.float().index_fill(-1, self.mask_index, -torch.inf)
 
     def probability(self, logits_AKV: Tensor) -> Tensor:
-        return (_without(logits_AKV, self.mask).double() / self.config.temperature).softmax(dim=-1)
+        return (self.without_mask(logits_AKV).double() / self.config.temperature).softmax(dim=-1)
 
-    def first(self, logits_A1V: Tensor, mask_logits_AKV: Tensor, rows: list[int]) -> Tensor:
+    def first(self, logits_A1V: Tensor, mask_logits_AKV: Tensor) -> Tensor:
         """The token that the prompt is followed by, [A]."""
         if self.config.rule == "lossless":
-            return _draw(self.probability(logits_A1V), self.uniform(rows, 1))[:, 0]
+            return _draw(self.probability(logits_A1V), self.uniform_AK)[:, 0]
         if self.config.rule == "mix" and mask_logits_AKV.shape[1]:
             return self.mixed(logits_A1V, mask_logits_AKV[:, :1])[:, 0]
-        return _without(logits_A1V, self.mask).argmax(dim=-1)[:, 0]
+        return self.without_mask(logits_A1V).argmax(dim=-1)[:, 0]
 
     def mixed(self, logits_AKV: Tensor, mask_logits_AKV: Tensor) -> Tensor:
         beta = self.config.beta
-        return _without(beta * logits_AKV.float() + (1 - beta) * mask_logits_AKV.float(), self.mask).argmax(dim=-1)
+        return self.without_mask(beta * logits_AKV.float() + (1 - beta) * mask_logits_AKV.float()).argmax(dim=-1)
 
-    def draft(self, first_A: Tensor, mask_logits_AKV: Tensor, there_AK: Tensor, rows: list[int]) -> Tensor:
+    def draft(self, first_A: Tensor, mask_logits_AKV: Tensor, there_AK: Tensor) -> Tensor:
         """The certain token and what the mask rows say of the K - 1 behind it, [A, K]."""
         if self.config.rule == "lossless":
             q_AKV = self.probability(mask_logits_AKV)
-            token_AK = _draw(q_AKV, self.uniform(rows, there_AK.shape[1])) if there_AK.shape[1] else there_AK.long()
+            token_AK = _draw(q_AKV, self.uniform_AK[:, : there_AK.shape[1]])
             q_AKV = q_AKV.masked_fill(~there_AK[..., None], 0.0)
             self.q_AKV = torch.cat([q_AKV, q_AKV.new_zeros(len(first_A), 1, q_AKV.shape[-1])], dim=1)
         else:
-            token_AK = _without(mask_logits_AKV, self.mask).argmax(dim=-1)
+            token_AK = self.without_mask(mask_logits_AKV).argmax(dim=-1)
         return torch.cat([first_A[:, None], token_AK.masked_fill(~there_AK, self.mask)], dim=1)
 
-    def stand(self, logits_AKV: Tensor, draft_AK: Tensor, marginal_AKV: Tensor | None, rows: list[int]) -> tuple[Tensor, Tensor]:
+    def stand(self, logits_AKV: Tensor, draft_AK: Tensor, marginal_AKV: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.config.rule == "lossless":
             assert self.q_AKV is not None
-            return stand_lossless(self.probability(logits_AKV), self.q_AKV, draft_AK, self.uniform(rows, draft_AK.shape[1]))
+            return stand_lossless(self.probability(logits_AKV), self.q_AKV, draft_AK, self.uniform_AK[:, draft_AK.shape[1] - 1 :])
         if self.config.rule == "greedy" or marginal_AKV is None:
-            return stand(_without(logits_AKV, self.mask).argmax(dim=-1), draft_AK)
+            return stand(self.without_mask(logits_AKV).argmax(dim=-1), draft_AK)
         count = marginal_AKV.shape[1]
-        last = _without(logits_AKV[:, count:], self.mask).argmax(dim=-1)
+        last = self.without_mask(logits_AKV[:, count:]).argmax(dim=-1)
         return stand(torch.cat([self.mixed(logits_AKV[:, :count], marginal_AKV), last], dim=1), draft_AK)
 
 
@@ -396,9 +398,10 @@ def speculate(
     rows, row_A = list(range(batch)), torch.arange(batch, device=device)
     count_A: Tensor | None = None
 
+    rule.draw(rows, 1)
     row_BD, block_BKD = source.prefill(prompt_BP, valid_BP)
     logits_A1V, mask_logits_AKV = model.head(row_BD[:, None]), model.head(block_BKD)
-    first_A = rule.first(logits_A1V, mask_logits_AKV, rows)
+    first_A = rule.first(logits_A1V, mask_logits_AKV)
     finite = logits_A1V.isfinite().all()
     new_AK, new_count_A = first_A[:, None], torch.ones_like(first_A)
     step = 0
@@ -428,13 +431,14 @@ def speculate(
             rows, row_A, first_A = [rows[i] for i in going], row_A[still], first_A[still]
             count_A = None if count_A is None else count_A[still]
         step += 1
+        rule.draw(rows, 2 * drafts - 1)
         hidden_AKD, there_AK = source.guess(first_A, count_A)
-        draft_AK = rule.draft(first_A, model.head(hidden_AKD), there_AK, rows)
+        draft_AK = rule.draft(first_A, model.head(hidden_AKD), there_AK)
         logits_AKV = model.head(source.verify(draft_AK))
         marginal_AKV = None
         if config.rule == "mix":
             marginal_AKV = model.head(source.marginals() if isinstance(source, _Parallel) else hidden_AKD)
-        count_A, first_A = rule.stand(logits_AKV, draft_AK, marginal_AKV, rows)
+        count_A, first_A = rule.stand(logits_AKV, draft_AK, marginal_AKV)
         finite = logits_AKV.isfinite().all()
         ahead = torch.arange(drafts, device=device)
         new_AK = torch.where(ahead == count_A[:, None] - 1, first_A[:, None], draft_AK.roll(-1, dims=1))

@@ -343,7 +343,7 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
     data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key")}
-    decode = {k: v for k, v in r.section("decode")["decode"].items() if k != "confidence_threshold"}
+    decode = {k: v for k, v in r.section("decode")["decode"].items() if k not in ("confidence_threshold", "proposals")}
     made = {**base, "data": data_keys, **r.section("collect"), "decode": decode}
     if r.data.prompts is not None:
         made["prompts"] = run.data_hash("prompts")
@@ -351,13 +351,20 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
         made["trajectories"] = trajectories.read_manifest(run.trajectories)["request_hash"]
     if stage == "collect":
         return made
-    training = {k: v for k, v in r.section("train")["train"].items() if k not in ("save_steps", "logging_steps")}
+    unread = ("save_steps", "logging_steps", *(() if r.train.objective == "tidar" else ("alpha",)))
+    training = {k: v for k, v in r.section("train")["train"].items() if k not in unread}
     trained = {**made, "train": training, **r.section("scratch")}
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": run.data_hash("test")}
     if r.evaluate.autoregressive is not None:
         measured["autoregressive"] = trajectories.folder_hash(r.path(r.evaluate.autoregressive))
+    if r.train.objective == "tidar":
+        measured["assistant"] = None if r.evaluate.draft_model is None else trajectories.folder_hash(r.path(r.evaluate.draft_model))
+        measured["hardware"] = r.hardware if r.decode.proposals == "auto" else None
+    else:  # what the other objectives do not read
+        measured["decode"] = {k: v for k, v in measured["decode"].items() if k != "proposals"}
+        measured["evaluate"] = {k: v for k, v in measured["evaluate"].items() if k not in ("proposals", "betas", "draft_model")}
     measured |= {"device": r.device, "attention": r.attention, "test_answer_key": r.data.test_answer_key}
     if stage == "evaluate":
         return measured

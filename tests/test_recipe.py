@@ -339,7 +339,8 @@ def test_paths_are_relative_to_the_recipe(tmp_path):
 
 def test_section_gives_plain_values(tmp_path):
     found = load(tmp_path).section("decode", "collect", "seed")
-    assert found["decode"] == {"max_new_tokens": 64, "block_length": 32, "confidence_threshold": 0.9} and found["seed"] == 0
+    assert found["decode"] == {"max_new_tokens": 64, "block_length": 32, "confidence_threshold": 0.9, "proposals": None}
+    assert found["seed"] == 0
     assert found["collect"]["screen"] == {"ngram": 8, "repeats": 3, "drop": True, "correct_only": False}
 
 
@@ -402,6 +403,8 @@ IDS = {
     "llada2-mini": (156895, (156892,), 156892, 32, "zero", False),
     "fast-dllm-v2-7b": (151665, (151645,), 151643, 32, "zero", True),
     "zaya1-8b-tidar": (262145, (106,), 0, None, "prompt_end", True),
+    "tidar-qwen2.5-1.5b": (151665, (151643,), 151643, None, "prompt_end", True),
+    "tidar-qwen3-8b": (151669, (151643,), 151643, None, "prompt_end", True),
 }
 
 
@@ -412,7 +415,7 @@ def test_the_config_beside_a_recipe_states_its_familys_facts(name):
     r = recipe.load(ROOM / f"{name}.yaml")
     assert r.path(r.config) == ROOM / name / "config.json"
     config = json.loads(r.path(r.config).read_text())
-    facts = families.find(config).facts(config)
+    facts = families.find(config, r.family).facts(config)
     found = facts.mask_token_id, facts.eos_token_ids, facts.pad_token_id, facts.block_length, facts.block_origin, facts.logit_shift
     assert found == IDS[name]
     assert facts.block_length in (None, r.decode.block_length)

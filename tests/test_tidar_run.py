@@ -232,3 +232,11 @@ def test_a_tidar_model_teaches_a_block_causal_student(run, tmp_path):
     assert not student.facts.logit_shift and student.facts.prompt_attention == "causal"
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {row["method"] for row in report["results"]} == {"teacher", "student"}
+
+
+def test_the_page_and_the_command_show_the_drafts(run, capsys):
+    page = (run[1] / "report.html").read_text()
+    assert "<h2>Draft and verify</h2>" in page and "transformers, smaller model drafts" in page
+    assert cli.main(["evaluate", str(run[0]), "--out", str(run[1])]) == 0  # done already: the table again
+    printed = capsys.readouterr().out
+    assert "draft and verify in one forward: " in printed and "tokens a forward of 20.0 query tokens" in printed

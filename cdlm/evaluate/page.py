@@ -7,7 +7,7 @@ import json
 from html import escape
 from typing import Any
 
-from cdlm.evaluate import growth, overhead, svg
+from cdlm.evaluate import growth, overhead, speculation, svg
 from cdlm.evaluate import report as tables
 
 CSS = """
@@ -46,8 +46,8 @@ def html(report: dict[str, Any], title: str, log: list[dict[str, Any]]) -> str:
     """The whole page. log: lines of log.jsonl; those with losses become the loss curves. A part that was not measured is left out."""
     parts = [
         f"<h1>{escape(title)}</h1>", _introduction(report), _tiles(report["summary"]), _summary(report["summary"]), _pareto(report),
-        _latency(report), _parallelism(report), _growth(report), _results(report), _losses(log), _decodings(report.get("decodings", [])),
-        _origin(report),
+        _latency(report), _drafts(report), _parallelism(report), _growth(report), _results(report), _losses(log),
+        _decodings(report.get("decodings", [])), _origin(report),
     ]
     head = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -136,7 +136,12 @@ def _at(parameter: float | None) -> str:
 def _own(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each sweep the recipe's own value."""
     summary = report["summary"]
-    return [row for row in rows if row["parameter"] in (None, summary["confidence_threshold"], summary["truncated_steps"])]
+    values = {summary["confidence_threshold"], summary["truncated_steps"]}
+    proposals = report.get("speculation", {}).get("proposals")
+    return [
+        row for row in rows
+        if row["parameter"] is None or (row["parameter"] == proposals if row["method"] == "tidar" else row["parameter"] in values)
+    ]
 
 
 def _latency(report: dict[str, Any]) -> str:
@@ -180,6 +185,20 @@ def _growth(report: dict[str, Any]) -> str:
     if around := report.get("overhead"):
         parts += ["<h2>Time around the forwards</h2>", "<ul>", *(f"<li>{escape(line)}</li>" for line in overhead.lines(around)), "</ul>"]
     return "\n".join(parts)
+
+
+def _drafts(report: dict[str, Any]) -> str:
+    found = report.get("speculation")
+    if not found:
+        return ""
+    lines = "".join(f"<li>{escape(line)}</li>" for line in speculation.lines(found))
+    stood = "".join(f"<li>{escape(line)}</li>" for line in speculation.histogram_lines(found, tables.TITLES))
+    return (
+        f"<h2>Draft and verify</h2><ul>{lines}</ul>{_table(speculation.COLUMNS, speculation.table(found, tables.TITLES))}"
+        '<p class="soft">Query tokens leave out the prompt\'s forward; of an assistant\'s forwards only the time is counted.</p>'
+        f"<details><summary>how many drafts stood in a step, and where query tokens are free</summary><ul>{stood}</ul>"
+        f"{_table(speculation.CARD_COLUMNS, speculation.card_table(found))}</details>"
+    )
 
 
 def _results(report: dict[str, Any]) -> str:

@@ -11,11 +11,12 @@ from html import escape
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40  # margins of a plot, in pixels
 MARKS = ("circle", "square", "triangle", "diamond", "cross")
+COLOURS = 9
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve. number: which colour (0 .. 8) and mark. notes: what a point says when pointed at."""
+    """A named curve. number: which colour and mark; both go round. notes: what a point says when pointed at."""
 
     name: str
     number: int
@@ -50,7 +51,7 @@ def _mark(kind: str, x: float, y: float, number: int, note: str) -> str:
         "cross": f'<path d="M{x - 4:.1f} {y - 4:.1f} l8 8 m0 -8 l-8 8"',
     }
     title = f"<title>{escape(note)}</title>" if note else ""
-    return f'{shapes[kind]} class="mark {kind} s{number}">{title}</{shapes[kind][1:].split(" ", 1)[0]}>'
+    return f'{shapes[kind]} class="mark {kind} s{number % COLOURS}">{title}</{shapes[kind][1:].split(" ", 1)[0]}>'
 
 
 def swatch(number: int) -> str:
@@ -101,7 +102,7 @@ def plot(
     for one in drawn:
         path = " ".join(f"{'L' if i else 'M'}{px(a):.1f} {py(b):.1f}" for i, (a, b) in enumerate(one.points))
         if len(one.points) > 1:
-            out.append(f'<path class="line s{one.number}" d="{path}"/>')
+            out.append(f'<path class="line s{one.number % COLOURS}" d="{path}"/>')
         if marks:
             kind = MARKS[one.number % len(MARKS)]
             out += [_mark(kind, px(a), py(b), one.number, note) for (a, b), note in zip(one.points, one.notes, strict=True)]

@@ -41,6 +41,7 @@ def facts(config: dict[str, Any]) -> Facts:
 def facts_of(path_or_id: str | Path, config: dict[str, Any]) -> Facts:
     """The facts of a folder or Hub repository.
 
+    A config.json that stands alone (a path to the file) is all there is.
     mask: config.json's, else the tokenizer's, else the id that `<|mask|>` gets. End tokens: the tokenizer's first (training ends answers
     with it), then those of generation_config.json and config.json. pad: the tokenizer's, else config.json's, else the first end token.
     """

@@ -32,7 +32,7 @@ def config_keys(facts: Facts) -> dict[str, Any]:
 
 
 def state(config: Any, facts: Facts) -> None:
-    """Put the facts into a transformers config, in place; facts of what the model was before, which these do not name, go."""
+    """Put the facts into a transformers config, in place; what it held of other facts, which these do not name, goes."""
     stated = config_keys(facts)
     for key in FACT_NAMES:
         if key in vars(config) and key not in stated and key not in ("eos_token_ids", "pad_token_id"):

@@ -32,8 +32,8 @@ def matches(config: dict[str, Any]) -> bool:
 
 
 def facts(config: dict[str, Any]) -> Facts:
-    draft_length = config.get("block_size") or BLOCK
-    return token_facts(config, NAME, logit_shift=True, prompt_attention="causal", block_length=1, draft_length=draft_length)
+    drafts = config.get("block_size") or BLOCK
+    return token_facts(config, NAME, logit_shift=True, prompt_attention="causal", block_length=1, draft_length=drafts)
 
 
 def native_config(config: dict[str, Any]) -> dict[str, Any]:
