@@ -1,6 +1,6 @@
 """Copies a run's report into eval/results/<name> and writes its table into README.md, between the two comments of that name.
 
-    python eval/readme.py runs/tiny          # what `make results` runs; runs/tiny-a2d has a place there too
+    python eval/readme.py runs/tiny          # what `make results` runs; runs/tiny-a2d and runs/tiny-tidar have places there too
     python eval/readme.py --check            # README.md says what the reports in eval/results say, or exit status 1
 """
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cdlm.evaluate import report
+from cdlm.evaluate import report, speculation
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
@@ -18,6 +18,7 @@ FILES = ("report.json", "report.md", "pareto.png")
 PLACES = {  # name of a run -> the comments between which its table stands
     "tiny": ("<!-- results -->\n", "<!-- /results -->"),
     "tiny-a2d": ("<!-- results of tiny-a2d -->\n", "<!-- /results of tiny-a2d -->"),
+    "tiny-tidar": ("<!-- results of tiny-tidar -->\n", "<!-- /results of tiny-tidar -->"),
 }
 PER_TASK = {  # the methods of the second table, where they were run
     "teacher": "teacher", "autoregressive": "autoregressive", "teacher_threshold_stop": "teacher, threshold, stops at the end",
@@ -27,6 +28,10 @@ PER_TASK = {  # the methods of the second table, where they were run
 
 def block(found: dict[str, Any]) -> str:
     """The sentences of the summary and the table over all tasks, each method at the recipe's own values."""
+    if "speculation" in found:
+        drafted = found["speculation"]
+        table = report.markdown_table(speculation.table(drafted, report.TITLES), speculation.COLUMNS)
+        return "\n".join([*(f"- {line}" for line in speculation.lines(drafted)), "", table, ""])
     own = found["summary"]
     values = (None, own["confidence_threshold"], own["truncated_steps"])
     rows = [row for row in found["results"] if row["task"] == "all" and row["parameter"] in values]
