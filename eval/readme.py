@@ -1,6 +1,6 @@
 """Copies a run's report into eval/results/<name> and writes its table into README.md, between the two comments of that name.
 
-    python eval/readme.py runs/tiny          # what `make results` runs; runs/tiny-a2d and runs/tiny/bench have a place there too
+    python eval/readme.py runs/tiny          # what `make results` runs; runs/tiny-a2d, runs/tiny-tidar and runs/tiny/bench have places too
     python eval/readme.py --check            # README.md says what the reports in eval/results say, or exit status 1
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cdlm import bench
-from cdlm.evaluate import growth, overhead, report
+from cdlm.evaluate import growth, overhead, report, speculation
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
@@ -20,6 +20,7 @@ PLACES = {  # name of a run -> the comments between which its table stands
     "tiny": ("<!-- results -->\n", "<!-- /results -->"),
     "tiny-bench": ("<!-- results of tiny-bench -->\n", "<!-- /results of tiny-bench -->"),
     "tiny-a2d": ("<!-- results of tiny-a2d -->\n", "<!-- /results of tiny-a2d -->"),
+    "tiny-tidar": ("<!-- results of tiny-tidar -->\n", "<!-- /results of tiny-tidar -->"),
 }
 PER_TASK = {  # the methods of the second table, where they were run
     "teacher": "teacher", "autoregressive": "autoregressive", "teacher_threshold_stop": "teacher, threshold, stops at the end",
@@ -29,6 +30,10 @@ PER_TASK = {  # the methods of the second table, where they were run
 
 def block(found: dict[str, Any]) -> str:
     """The sentences of the summary and the table over all tasks, each method at the recipe's own values."""
+    if "speculation" in found:
+        drafted = found["speculation"]
+        table = report.markdown_table(speculation.table(drafted, report.TITLES), speculation.COLUMNS)
+        return "\n".join([*(f"- {line}" for line in speculation.lines(drafted)), "", table, ""])
     own = found["summary"]
     values = (None, own["confidence_threshold"], own["truncated_steps"])
     rows = [row for row in found["results"] if row["task"] == "all" and row["parameter"] in values]
@@ -68,8 +73,9 @@ def main(arguments: list[str]) -> int:
             shutil.copyfile(folder / name, RESULTS / place / name)
     text = readme.read_text()
     for name in PLACES:
-        found = json.loads((RESULTS / name / "report.json").read_text())
-        text = written(text, name, bench_block(found) if name.endswith("-bench") else block(found))
+        file = RESULTS / name / "report.json"
+        found = json.loads(file.read_text()) if file.is_file() else None  # no run of it yet: an empty place
+        text = written(text, name, "" if found is None else bench_block(found) if name.endswith("-bench") else block(found))
     if arguments == ["--check"]:
         return int(readme.read_text() != text)
     readme.write_text(text)

@@ -179,7 +179,7 @@ WRONG = {
     "objective": ({"train.objective": "cdml"}, "train.objective is 'cdml'; allowed: cdlm, mdlm, bd3lm, ar"),
     "scheduler": (
         {"train.scheduler": "cosin"},
-        "train.scheduler is 'cosin'; allowed: constant, constant_with_warmup, linear, cosine, warmup_stable_decay",
+        "train.scheduler is 'cosin'; allowed: constant, constant_with_warmup, linear, cosine, cosine_with_min_lr, warmup_stable_decay",
     ),
     "no methods": ({"evaluate.methods": []}, "evaluate.methods is []; name at least one of teacher, teacher_truncated, "),
     "a method twice": (

@@ -118,11 +118,38 @@ def test_what_a_line_says_follows_from_the_operators():
     assert roofline.analyse(SHAPES["llada-8b"], roofline.HARDWARE["A100"], "block", batch=100000)["fits"] is False
 
 
+def test_free_proposals_by_hand():
+    """A card of 100 FLOP a byte, 4 query heads a key-value head, a long cache: attention of q queries does about 4 q FLOP a byte, so 25
+    queries are free. In blocks of 5 that is one of drafts and 4 of proposals; the weights' products reach the ridge at 100 queries."""
+    shape = roofline.Shape(layers=2, hidden=8192, heads=64, kv_heads=16, head_dim=128, intermediate=8192, vocab=8192)
+    card = roofline.Hardware("hand", 100e12, None, 1e12, 80e9)
+    given = {"block": 5, "context": 10**6, "generate": 2}
+    assert roofline.proposals(shape, card, 5) == pytest.approx(5) and roofline.free_proposals(shape, card, **given) == 4
+    for count, bound in ((4, "memory"), (5, "compute")):
+        ops = {op.name: op for op in roofline.operators(shape, "tidar", batch=1, proposals=count, **given)}
+        assert ops["attention: scores and values"].bound(card) == bound and ops["mlp: gate"].bound(card) == "memory"
+    # At batch 8 the weights' products meet 80 queries with one proposal and 120 with two; at batch 16 already 160 with one.
+    assert [roofline.free_proposals(shape, card, batch=batch, **given) for batch in (8, 16)] == [1, 0]
+    assert roofline.queries("tidar", 5, 1, 1) == 30 and roofline.queries("tidar", 5, 1, 1, proposals=2) == 15
+
+
+@pytest.mark.parametrize("card", roofline.HARDWARE)
+@pytest.mark.parametrize("name", ["zaya1-8b", "llama-3.1-8b"])
+def test_one_proposal_more_than_is_free_is_not(card, name):
+    shape, hardware, given = SHAPES[name], roofline.HARDWARE[card], {"block": 16, "batch": 1, "context": 4096, "generate": 256}
+    most = roofline.free_proposals(shape, hardware, **given)
+    bounds = [
+        {op.bound(hardware) for op in roofline.operators(shape, "tidar", proposals=count, **given)} for count in (max(1, most), most + 1)
+    ]
+    assert 0 <= most < 16 and "compute" in bounds[1] and (most == 0 or bounds[0] == {"memory"})
+
+
 def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     arguments = ["roofline", "zaya1-8b", "--hardware", "MI300X,H100", "--mode", "ar,block,tidar", "--block", "16", "--operators"]
     assert cli.main([*arguments, "--json", str(tmp_path / "a" / "x.json"), "--plot", str(tmp_path / "b" / "x.png")]) == 0
     said = capsys.readouterr().out
     assert "MI300X: attention over a long cache takes in about 3.9 blocks of 16" in said and "experts: down" in said
+    assert "MI300X: 4 proposals of 16 beside 16 drafts are free (80 query tokens)" in said
     results = json.loads((tmp_path / "a" / "x.json").read_text())["results"]
     assert [(r["hardware"], r["mode"]) for r in results] == [(h, m) for h in ("MI300X", "H100") for m in ("ar", "block", "tidar")]
     assert (tmp_path / "b" / "x.png").read_bytes().startswith(b"\x89PNG")

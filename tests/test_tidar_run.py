@@ -122,6 +122,10 @@ def test_transformers_generation_is_counted():
         else:
             assert all(a <= b for a, b in zip(found.forwards, wanted.forwards, strict=True))
             assert all(a > b for a, b in zip(found.queries, found.steps, strict=True))
+    families.set_attention(model.hf, "sdpa", "cpu")  # this package's own: generate has transformers' for as long as it runs
+    packing = model.hf.config._attn_implementation
+    assert packing.startswith("cdlm_") and torch.equal(generate(model, prompt, valid, GenerateConfig(9)).ids_BN, wanted.ids_BN)
+    assert model.hf.config._attn_implementation == packing
     assert [note.block for note in called] == [0] * 7, "once for the batch, once a row where there are drafts"
     assert sum(found.forwards) < sum(wanted.forwards) / 2
     with pytest.raises(ValueError, match="both given"):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdlm import attention
 from cdlm.families.base import DiffusionLM
 from cdlm.speculate import Speculated, Verified
 
@@ -57,6 +58,20 @@ def _without_advice() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+@contextmanager
+def _stock_attention(hf: Any) -> Iterator[None]:
+    """A user of transformers alone has its attention, not this package's."""
+    own = hf.config._attn_implementation
+    if not own.startswith(attention.PREFIX):
+        yield
+        return
+    hf.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        hf.set_attn_implementation(own)
+
+
 @torch.no_grad()
 def generate(
     model: DiffusionLM, prompt_BP: Tensor, valid_BP: Tensor, config: GenerateConfig, callback: Callable[[Verified], None] | None = None
@@ -84,7 +99,7 @@ def generate(
             if callback is not None and len(seen) == 1:
                 callback(Verified(0, torch.tensor(rows), ids_BN[rows, :0], torch.zeros(len(rows), dtype=torch.long)))
 
-        with _counted(model.hf, note), _without_advice():
+        with _counted(model.hf, note), _without_advice(), _stock_attention(model.hf):
             out_AN = model.hf.generate(
                 input_ids=ids_AP, attention_mask=valid_AP.long(), max_new_tokens=config.max_new_tokens, do_sample=False,
                 suppress_tokens=[facts.mask_token_id], eos_token_id=list(facts.eos_token_ids), pad_token_id=facts.pad_token_id, **drafting,
