@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher ar ablation eval results smoke kernels gpu-check test check clean
+.PHONY: setup distill teacher ar draft ablation eval results smoke kernels gpu-check test check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
@@ -32,7 +32,12 @@ ar: $(VENV)/.run
 	$(BIN)/cdlm distill recipes/tiny-ar.yaml $(ARGS)
 	rm -rf recipes/tiny/ar && cp -r runs/tiny-ar/export recipes/tiny/ar
 
-# Puts the numbers of a run (runs/tiny, or RUN=runs/tiny-a2d) into eval/results and README.md.
+# Trains the small model that drafts for that one (transformers' assisted generation), and puts it in place of the committed one.
+draft: $(VENV)/.run
+	$(BIN)/cdlm distill recipes/tiny-ar-draft.yaml $(ARGS)
+	rm -rf recipes/tiny/ar-draft && cp -r runs/tiny-ar-draft/export recipes/tiny/ar-draft
+
+# Puts the numbers of a run (runs/tiny, or RUN=runs/tiny-a2d, RUN=runs/tiny-tidar) into eval/results and README.md.
 RUN ?= runs/tiny
 results: $(VENV)/.run
 	$(BIN)/python eval/readme.py $(RUN)
