@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher baseline-ar zaya ablation eval bench results smoke kernels gpu-check test check clean
+.PHONY: setup distill teacher baseline-ar draft zaya ablation eval bench results smoke kernels gpu-check test check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
@@ -36,6 +36,11 @@ bench: $(VENV)/.run
 baseline-ar: $(VENV)/.run
 	$(BIN)/cdlm distill recipes/tiny-ar.yaml $(ARGS)
 	rm -rf recipes/tiny/ar && cp -r runs/tiny-ar/export recipes/tiny/ar
+
+# Trains the small model that drafts for that one (transformers' assisted generation), and puts it in place of the committed one.
+draft: $(VENV)/.run
+	$(BIN)/cdlm distill recipes/tiny-ar-draft.yaml $(ARGS)
+	rm -rf recipes/tiny/ar-draft && cp -r runs/tiny-ar-draft/export recipes/tiny/ar-draft
 
 # The same in ZAYA's shape.
 zaya: $(VENV)/.run

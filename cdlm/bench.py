@@ -6,7 +6,6 @@ are there.
 """
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from cdlm import data, families, stages, trajectories
 from cdlm.evaluate import growth, overhead, report
 from cdlm.evaluate.run import BASES
+from cdlm.families.decoder import read_json
 from cdlm.recipe import BASELINES, METHODS_OF, OTHER_MODEL, Recipe
 
 PARTS = ("table", "growth", "overhead")
@@ -22,8 +22,15 @@ COLUMNS = ("method", "parameter", "TPS", "latency s", "steps", "length", "score"
 TRAINING_STEPS = 12
 
 
+def parts_of(recipe: Recipe) -> list[str]:
+    """What can be measured of a recipe's run."""
+    return [part for part in PARTS if part != "overhead" or recipe.train.objective in stages.BLOCKWISE]
+
+
 def check(recipe: Recipe, parts: list[str], batches: list[int], lengths: list[int], growing: dict[str, int]) -> None:
     """One ValueError for what can't be measured."""
+    if "overhead" in parts and "overhead" not in parts_of(recipe):
+        raise ValueError(f"--parts has overhead, which is of a block decoder; objective {recipe.train.objective} makes none")
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
@@ -50,10 +57,12 @@ def run(
         trajectories.write_json(folder / "growth.json", _growth(own, lengths, growing))
     if "overhead" in parts:
         trajectories.write_json(folder / "overhead.json", _overhead(own))
-    more = {name: json.loads(file.read_text()) for name in ("growth", "overhead") if (file := folder / f"{name}.json").is_file()}
+    more = {name: there for name in ("growth", "overhead") if (there := _read(folder / f"{name}.json", recipe)) is not None}
     if "table" in parts:
         found = stages.evaluate(dataclasses.replace(own, recipe=_everything(recipe, batches)), folder, more)
         said += [report.markdown_table(table(found), COLUMNS), "", *report.summary_lines(found["summary"])]
+    elif (folder / "report.json").is_file():  # a part made behind the table goes into its report
+        report.write({**read_json(folder / "report.json"), **more}, folder, recipe.name, stages.read_log(own))
     if "growth" in parts:
         said += ["", report.markdown_table(growth.table(more["growth"]), growth.COLUMNS), *growth.lines(more["growth"])]
     if "overhead" in parts:
@@ -87,13 +96,23 @@ def _growth(run: stages.Run, lengths: list[int], growing: dict[str, int]) -> dic
     return {"recipe": r.name, "environment": report.environment(r.device), **measured}
 
 
+def _read(file: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """A part that was measured, now or before; None where it was not. A ValueError for one of other blocks than the recipe's."""
+    if not file.is_file():
+        return None
+    found = read_json(file)
+    if (block := found.get("block_length")) != recipe.decode.block_length:
+        raise ValueError(
+            f"{file} is of blocks of {block}, decode.block_length is {recipe.decode.block_length}; remove it or measure that part again"
+        )
+    return found
+
+
 def _overhead(run: stages.Run) -> dict[str, Any]:
     """Of the student's decoding, and, after objective cdlm, of a few training steps on the run's trajectories (in a folder that is thrown
     away)."""
     r = run.recipe
-    out: dict[str, Any] = {"environment": report.environment(r.device)}
-    if r.train.objective not in stages.BLOCKWISE:
-        raise ValueError(f"overhead is of a block decoder; objective {r.train.objective} makes none")
+    out: dict[str, Any] = {"environment": report.environment(r.device), "block_length": r.decode.block_length}
     student, _ = stages.load_student(run, run.load_teacher())
     examples = run.examples(run.tokenizer(student.facts), "test", r.evaluate.num_prompts)[: r.evaluate.latency_prompts]
     prompts = [data.pad_left([example.prompt_ids], student.facts.pad_token_id) for example in examples]

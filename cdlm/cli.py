@@ -136,6 +136,7 @@ def _numbers(text: str) -> list[int]:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, or 2 after one line that says what was wrong with the input."""
     args = _parser().parse_args(arguments)
+    args.typed = sys.argv[1:] if arguments is None else arguments
     from safetensors import SafetensorError
 
     try:
@@ -204,6 +205,8 @@ def _stages(args: argparse.Namespace) -> int:
 
 def _typed(args: argparse.Namespace) -> str:
     """The command of a stage as the user typed it."""
+    if args.command == "bench":
+        return shlex.join(["cdlm", *args.typed])
     out = ["--out", str(args.out)] if args.out is not None else []
     return shlex.join(["cdlm", args.command, str(args.recipe), *(word for value in args.set for word in ("--set", value)), *out])
 
@@ -243,27 +246,23 @@ def _print_table(run) -> None:
     import json
 
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from cdlm.evaluate import report, speculation
 
     found = json.loads((run.out / "report.json").read_text())
     console = Console(width=max(180, Console().width))
-    own = found["summary"]
-    # Of each sweep the recipe's own value: its threshold, and the truncated teacher at the student's steps.
-    own_values: tuple[float | None, ...] = (None, own["confidence_threshold"], own["truncated_steps"])
-    drafted = found.get("speculation")
-    if drafted:
-        own_values = (None, drafted["proposals"])
-    shown = [row for row in found["results"] if row["parameter"] in own_values]
-    table = Table(title=f"{run.recipe.name}: batch {found['results'][0]['batch']}, latency at batch 1")
+    own, drafted = found["summary"], found.get("speculation")
+    shown = report.own_rows(found, found["results"])
+    table = Table(title=f"{escape(run.recipe.name)}: batch {found['results'][0]['batch']}, latency at batch 1")
     for i, name in enumerate(("task", *report.COLUMNS)):
         table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
     for row, cells in zip(shown, report.table(shown), strict=True):
-        table.add_row(row["task"], *cells, style="bold" if row["task"] == "all" else None)
+        table.add_row(escape(row["task"]), *cells, style="bold" if row["task"] == "all" else None)
     console.print(table)
     for line in report.summary_lines(own) + (speculation.lines(drafted) if drafted else []):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def _write_file(path: Path, value: dict) -> None:
@@ -329,9 +328,9 @@ def _bench(args: argparse.Namespace) -> int:
     from cdlm import bench
     from cdlm import recipe as recipes
 
-    parts = args.parts or list(bench.PARTS)
     growing = {"prompt_tokens": args.prompt_tokens, "repeats": args.repeats, "steps_per_block": args.steps_per_block}
     recipe = recipes.load(args.recipe, args.set)
+    parts = args.parts or bench.parts_of(recipe)
     bench.check(recipe, parts, args.batches, args.lengths, growing)
     _check_device(recipe.device)
     _quiet()

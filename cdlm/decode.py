@@ -498,7 +498,7 @@ def decode(
         step = 0
         while still:
             # The cache holds all rows of the block, so finished ones go along; without it only open rows are computed.
-            place = slice(None) if config.use_cache or len(still) == len(rows) else torch.tensor(still, device=device)
+            place = slice(None) if config.use_cache or len(still) == len(rows) else _places(still, device)
             hidden_ASD = source.hidden(block_AS[place], row_A[place])
             logits_ASV = model.head(hidden_ASD)
             drawing = None
@@ -514,8 +514,8 @@ def decode(
             for i in still:
                 steps[rows[i]] += 1
             if callback is not None:
-                seen = slice(None) if len(still) == hidden_ASD.shape[0] else torch.tensor(still, device=device)
-                where = place if len(still) == len(rows) else torch.tensor(still, device=device)
+                seen = slice(None) if len(still) == hidden_ASD.shape[0] else _places(still, device)
+                where = place if len(still) == len(rows) else _places(still, device)
                 callback(Step(
                     block, step, first - canvas.tail_B[row_A[where]], row_A[where], hidden_ASD[seen], token_AS[seen], confidence_AS[seen],
                     reveal_AS[seen], block_AS[where],
@@ -544,6 +544,11 @@ def decode(
     for row, tail in enumerate(tails):
         filled_BM[row, : decoded[row]] = canvas.ids_BG[row, tail : tail + decoded[row]]
     return _trim(filled_BM, steps, commits, decoded, facts.eos_token_ids, facts.pad_token_id, facts.mask_token_id, config.max_new_tokens)
+
+
+def _places(rows: list[int], device: torch.device) -> Tensor:
+    """An index on a device, sent without waiting for what the device has yet to do."""
+    return torch.tensor(rows).to(device, non_blocking=True)
 
 
 def _trim(

@@ -542,6 +542,17 @@ def _progress(run: Run, steps: int) -> Any:
     return Progress()
 
 
+def read_log(run: Run) -> list[dict[str, Any]]:
+    """What training noted, for the curves of a report; a ValueError that names a line that is none."""
+    file, out = run.out / "log.jsonl", []
+    for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], start=1):
+        try:
+            out.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            raise ValueError(f"{file}, line {number} is no line of a training log: {line[:40]!r}; remove the file to go on") from None
+    return out
+
+
 def _note_log(run: Run, history: list[dict[str, Any]]) -> None:
     (run.out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
 
@@ -617,6 +628,7 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
         teacher = student = _load_saved(run)
         peft_model = None
     assert e.methods is not None
+    log = read_log(run)
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)
 
@@ -725,13 +737,14 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     to.mkdir(parents=True, exist_ok=True)
     if folder is None:
         trajectories.write_json(to / "evaluate.request.json", request)
-    with (to / "samples.jsonl").open("w") as stream:
+    with (to / "samples.jsonl.partial").open("w") as stream:
         for m in measured:
             for example, row in zip(examples, m.rows, strict=True):
                 line = {"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}
                 stream.write(json.dumps(line) + "\n")
-    log = run.out / "log.jsonl"
-    report.write(found, to, r.name, [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else [])
+    (to / "report.json").unlink(missing_ok=True)  # speaks of the samples that are being replaced
+    (to / "samples.jsonl.partial").replace(to / "samples.jsonl")
+    report.write(found, to, r.name, log)
     return found
 
 

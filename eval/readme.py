@@ -35,10 +35,10 @@ def block(found: dict[str, Any]) -> str:
         table = report.markdown_table(speculation.table(drafted, report.TITLES), speculation.COLUMNS)
         return "\n".join([*(f"- {line}" for line in speculation.lines(drafted)), "", table, ""])
     own = found["summary"]
-    values = (None, own["confidence_threshold"], own["truncated_steps"])
-    rows = [row for row in found["results"] if row["task"] == "all" and row["parameter"] in values]
+    kept = report.own_rows(found, found["results"])
+    rows = [row for row in kept if row["task"] == "all"]
     shown = {method: title for method, title in PER_TASK.items() if any(row["method"] == method for row in rows)}
-    tasks = [row for row in found["results"] if row["task"] != "all" and row["method"] in shown and row["parameter"] in values[:2]]
+    tasks = [row for row in kept if row["task"] != "all" and row["method"] in shown]
     lines = [f"- {line}" for line in report.summary_lines(own)]
     per_task = [f"| task: accuracy, steps | {' | '.join(shown.values())} |", "|---|---:|---:|---:|"]
     for task in sorted({row["task"] for row in tasks}):

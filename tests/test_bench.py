@@ -144,3 +144,42 @@ def test_parts_of_a_decoding_leave_the_model_as_it_was():
     assert vars(model) == own and "forward" not in vars(model.head)
     assert found["steps"] == sum(decode(model, *prompt, DecodeConfig(12, 4, confidence_threshold=0.3)).steps[0] for prompt in prompts)
     assert 0 < found["outside_model"] < 1 and found["seconds_per_step"] > 0
+
+
+def test_parts_made_one_after_another_meet_in_one_report(done, copy):
+    r = recipe.load(done.recipe, ["evaluate.methods=[student]", "evaluate.latency_prompts=2"])
+    growing = {"prompt_tokens": 4, "repeats": 1, "steps_per_block": 1}
+    say = [].append
+    bench.run(r, copy, ["table"], [1], [16, 32], growing, say=say)
+    first = json.loads((copy / "bench" / "report.json").read_text())
+    assert "growth" not in first
+    bench.run(r, copy, ["growth"], [1], [16, 32], growing, say=say)
+    both = json.loads((copy / "bench" / "report.json").read_text())
+    assert both["results"] == first["results"] and [row["length"] for row in both["growth"]["rows"]] == [16, 32]
+    assert "Growth with length" in (copy / "bench" / "report.html").read_text()
+    part = copy / "bench" / "growth.json"
+    part.write_text(json.dumps({**json.loads(part.read_text()), "block_length": 12}))
+    with pytest.raises(ValueError, match=r"growth\.json is of blocks of 12, decode\.block_length is 8"):
+        bench.run(r, copy, ["table"], [1], [16, 32], growing, say=say)
+    part.write_text("{")
+    with pytest.raises(ValueError, match=r"growth\.json is not JSON"):
+        bench.run(r, copy, ["table"], [1], [16, 32], growing, say=say)
+    assert json.loads((copy / "bench" / "report.json").read_text()) == both
+
+
+def test_a_broken_training_log_is_found_before_anything_is_measured(done, copy):
+    log = copy / "log.jsonl"
+    log.write_text(log.read_text()[:-5])
+    said: list[str] = []
+    run = stages.Run(recipe.load(done.recipe), copy, say=said.append)
+    before = {path: path.read_bytes() for path in copy.glob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"log\.jsonl, line \d+ is no line of a training log"):
+        stages.evaluate(run)
+    assert not said and {path: path.read_bytes() for path in copy.glob("*") if path.is_file()} == before
+
+
+def test_overhead_is_not_asked_of_what_decodes_no_blocks(done, tmp_path, capsys):
+    r = recipe.load(done.recipe, ["train.objective=mdlm"])
+    assert bench.parts_of(r) == ["table", "growth"] and bench.parts_of(recipe.load(done.recipe)) == list(bench.PARTS)
+    flags = ["--parts", "overhead", "--set", "train.objective=mdlm", "--out", str(tmp_path / "new")]
+    assert cli.main(["bench", str(done.recipe), *flags]) == 2 and "which is of a block decoder" in capsys.readouterr().err

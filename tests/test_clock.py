@@ -150,13 +150,27 @@ def test_latencies_by_hand(model):
     assert [(row["method"], row["batch"], row["calls"]) for row in rows] == [("student", 1, 2), ("teacher", 1, 3), ("teacher", 2, 1)]
     own, base, batch = rows
     assert own["ratio"]["value"] == pytest.approx(4) and own["base"] == "teacher"
-    assert own["ratio"]["low"] == pytest.approx(4) and own["ratio"]["high"] == pytest.approx(4)
+    assert own["ratio"]["low"] is None and own["ratio"]["high"] is None, "two prompts show no interval"
     assert (own["p10_s"], own["median_s"], own["p90_s"]) == (1.0, 1.5, 2.0)
     assert own["first_block_s"] == pytest.approx(1.2) and own["per_token_s"] == pytest.approx(0.2) and own["per_token_n"] == 1
-    assert base["ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0} and base["peak_memory_bytes"] == 9
+    assert base["ratio"] == {"value": 1.0, "low": None, "high": None} and base["peak_memory_bytes"] == 9
     assert base["per_token_s"] == pytest.approx(0.6), "0.4, 0.6 and 1.2"
     assert batch["per_token_s"] == 1.5 and own["tps"] == pytest.approx(20 / 3)
     assert run.latencies([Measured(method(model, 4))]) == []
+
+
+def test_an_interval_is_shown_from_five_prompts_on(model):
+    """Every prompt four times faster: the interval is 4 to 4; at batch 2 there are four calls and none."""
+    teacher, student = Measured(method(model, 4, "teacher")), Measured(method(model, 4))
+    for place in range(5):
+        teacher.times.append(timed(4.0, place, 1.0))
+        student.times.append(timed(1.0, place, 1.0))
+        if place:
+            teacher.times.append(timed(4.0, place, 1.0, batch=2))
+            student.times.append(timed(1.0, place, 1.0, batch=2))
+    alone, together = (row for row in run.latencies([teacher, student]) if row["method"] == "student")
+    assert (alone["ratio"]["low"], alone["ratio"]["high"]) == (pytest.approx(4), pytest.approx(4))
+    assert together["ratio"] == {"value": pytest.approx(4), "low": None, "high": None}
 
 
 def test_a_method_whose_answers_end_in_the_first_block_has_no_time_a_token(model):

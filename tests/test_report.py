@@ -259,7 +259,7 @@ def test_build_by_hand():
         "task": "all", "method": "student", "parameter": 0.9, "accuracy": pytest.approx(2 / 3), "steps": 4.0,
         "commit_forwards": pytest.approx(4 / 3), "forwards": 4.0, "output_tokens": 12.0, "tpf": 3.0,
         "latency_s": {"p10": 0.1, "median": pytest.approx(0.3), "p90": 0.5}, "tps": pytest.approx(30.0), "batch": 8, "latency_batch": 1,
-        "latency_n": 2, "n": 3, "stop_at_eos": True,
+        "latency_n": 2, "n": 3, "stop_at_eos": True, "accepted": None, "queries_per_forward": None,
     }  # fmt: skip
     sort = found["results"][5]
     assert (sort["accuracy"], sort["steps"], sort["tpf"], sort["n"], sort["latency_n"], sort["tps"]) == (0.5, 5.0, 3.0, 2, 1, 20.0)
@@ -341,3 +341,26 @@ def test_plot_draws_and_changes_no_result(tmp_path):
     report.plot(given, tmp_path / "pareto.png", "a title")
     assert given == before
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_own_rows_are_the_recipes_values_and_whole_sweeps_without_one():
+    """Threshold 0.9, truncated to 4: of fixed, 2 and 4 both stay, though 4 is also the number of steps; of factor all; of a method that was
+    swept without the own value all."""
+    def row(method, parameter):
+        return {"method": method, "parameter": parameter}
+
+    rows = [row("teacher", None), *(row("student", t) for t in (0.5, 0.9)), *(row("teacher_fixed", k) for k in (2, 4)),
+            *(row("teacher_truncated", s) for s in (4, 8)), *(row("teacher_factor", f) for f in (0.9, 1.0)),
+            row("teacher_threshold", 0.3)]  # fmt: skip
+    kept = report.own_rows({"summary": {"confidence_threshold": 0.9, "truncated_steps": 4}}, rows)
+    assert [(r["method"], r["parameter"]) for r in kept] == [
+        ("teacher", None), ("student", 0.9), ("teacher_fixed", 2), ("teacher_fixed", 4), ("teacher_truncated", 4), ("teacher_factor", 0.9),
+        ("teacher_factor", 1.0), ("teacher_threshold", 0.3),
+    ]  # fmt: skip
+
+
+def test_names_from_outside_are_plain_text_in_markdown():
+    rows = [Row("<script>\n# a|b", True, "a", 4, 1, 4, 10)]
+    found = report.build([measured("student", 0.9, rows)], threshold=0.9, truncated=None, batch_size=8, extra={})
+    text = report.markdown(found, "x<y>\n# z")
+    assert "## &lt;script&gt; # a&#124;b" in text and "# x&lt;y&gt; # z" in text and "<script>" not in text and "\n# a" not in text

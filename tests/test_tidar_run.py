@@ -7,7 +7,7 @@ import mini
 import pytest
 import torch
 import yaml
-from conftest import random_model, random_prompts
+from conftest import TINY, random_model, random_prompts
 
 from cdlm import cli, families, masks, roofline, stages
 from cdlm import recipe as recipes
@@ -244,3 +244,19 @@ def test_the_page_and_the_command_show_the_drafts(run, capsys):
     assert cli.main(["evaluate", str(run[0]), "--out", str(run[1])]) == 0  # done already: the table again
     printed = capsys.readouterr().out
     assert "draft and verify in one forward: " in printed and "tokens a forward of 20.0 query tokens" in printed
+
+
+def test_the_small_worlds_draft_model_is_a_quarter_and_helps():
+    """Ten test questions: the text is that of the larger model, in well under half of its forwards."""
+    from cdlm import data
+
+    large, small = (families.load(TINY / name, family="causal") for name in ("ar", "ar-draft"))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (large, small)]
+    assert 3.5 < sizes[0] / sizes[1] < 4.5 and (TINY / "ar-draft" / "model.safetensors").stat().st_size < 1_000_000
+    tokenizer = families.load_tokenizer(TINY / "ar", large.facts)
+    rows = [json.loads(line)["prompt"] for line in (TINY / "test.jsonl").read_text().splitlines()[:10]]
+    prompt, valid = data.pad_left([data.prompt_ids(tokenizer, text, chat_template=True) for text in rows], 0)
+    plain = speculate(large, prompt, valid, SpeculateConfig(64, 1))
+    helped = generate(large, prompt, valid, GenerateConfig(64, assistant=small.hf))
+    assert torch.equal(helped.ids_BN, plain.ids_BN)
+    assert sum(helped.forwards) < 0.5 * sum(plain.forwards)

@@ -78,8 +78,9 @@ def generate(
 ) -> Speculated:
     """Greedy answers: a batch at once, or row by row where there are drafts (those of several rows are beyond `generate`).
 
-    Forwards are those of the model itself, not of an assistant; of a batch, those that a row needed, one a token. callback: called once
-    a row or batch, after the forward of its prompt.
+    Forwards are those of the model itself, not of an assistant; of a batch, those that a row needed, one a token. Without drafts each
+    of them is a step, that of the prompt too, which takes the first one, as in `cdlm.decode`; with drafts steps are those that verify.
+    callback: called once a row or batch, after the forward of its prompt.
     """
     facts = model.facts
     ids_BN = prompt_BP.new_full((len(prompt_BP), config.max_new_tokens), facts.pad_token_id)
@@ -111,4 +112,5 @@ def generate(
             ids_BN[row, : tokens[-1]] = out_AN[row - rows[0], : tokens[-1]]
             forwards.append(len(seen) if len(rows) == 1 else tokens[-1])
             queries.append(sum(seen[1:]) if len(rows) == 1 else tokens[-1] - 1)
-    return Speculated(ids_BN, [count - 1 for count in forwards], [1] * len(tokens), forwards, queries, tokens, [], stop)
+    steps = [count - 1 for count in forwards] if drafting else list(forwards)
+    return Speculated(ids_BN, steps, [1] * len(tokens), forwards, queries, tokens, [], stop)

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from cdlm.decode import Step
 T = TypeVar("T")
 DRAWS = 2000  # of a bootstrap
 COVERAGE = 0.95
+FEWEST = 5  # prompts, or batches of them: over fewer a report shows no interval
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class FirstBlock:
     """Decoding callback that notes when the last step of the first block was taken. One decode call an object; made as it starts."""
 
     def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
+        self.cuda, self.device = device.type == "cuda", device
         self.start = self._now()
         self.end = self.start
 
@@ -71,7 +73,7 @@ class FirstBlock:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def __call__(self, step: Step) -> None:
@@ -83,9 +85,14 @@ class FirstBlock:
         return self.start.elapsed_time(self.end) / 1000 if self.cuda else self.end - self.start
 
 
+def waiting(device: torch.device) -> Callable[[], None]:
+    """What waits until a device has done all that was asked of it."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+
+
 def seconds(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Wall time of one call, and what it returned."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait = waiting(device)
     wait()
     start = time.perf_counter()
     returned = run()
@@ -117,7 +124,7 @@ def speedup(base: list[float], other: list[float], *, seed: int = 0) -> Interval
     """median(base) / median(other): how many times faster `other` is, with its interval over prompts.
 
     base, other: seconds of the same prompts in the same order, one number a prompt (the median of its repeats). None where a
-    clock showed nothing at all.
+    clock showed nothing at all. An interval over fewer than FEWEST prompts says little; see there.
     """
     if len(base) != len(other) or not base:
         raise ValueError(f"a ratio needs the same prompts twice, at least one; got {len(base)} and {len(other)}")

@@ -58,9 +58,20 @@ def read(folder: Path) -> Side:
             samples.setdefault(sample["method"], []).append(sample)
         if not samples or not report["results"]:
             raise ValueError("it holds no result")
-    except (ValueError, KeyError, TypeError) as error:
+        side = Side(folder, report, samples)
+        for key in ("summary", "environment"):
+            report[key]
+        for row in report["results"]:
+            name = label(row["method"], row["parameter"])
+            held = len(samples.get(name, []))
+            if row["task"] == "all" and held != row.get("n", held or None):
+                raise ValueError(f"its report has {row.get('n')} answers of {name}, its samples {held}")
+        for rows in samples.values():
+            for sample in rows:
+                _ = [sample[key] for key in ("group", "prompt", "reference", "correct", "steps", "output_tokens", "forwards")]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is not the folder of an evaluated run: {error!r}") from None
-    return Side(folder, report, samples)
+    return side
 
 
 def check_questions(a: Side, b: Side) -> None:

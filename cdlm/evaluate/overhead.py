@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cdlm import decode as decoding
 from cdlm.decode import DecodeConfig
+from cdlm.evaluate.clock import waiting
 from cdlm.families.base import DiffusionLM
 
 PARTS = {
@@ -26,10 +27,6 @@ PARTS = {
 
 
 WARMUP = 2  # training steps
-
-
-def _wait(device: torch.device) -> Callable[[], None]:
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 @contextmanager
@@ -60,7 +57,7 @@ def of_decoding(
 
     prompts: (ids, padding mask) of single rows, on the model's device. outside_model: 1 less the model's share.
     """
-    wait, spent, steps = _wait(model.device), dict.fromkeys(PARTS, 0.0), 0
+    wait, spent, steps = waiting(model.device), dict.fromkeys(PARTS, 0.0), 0
     for prompt, valid in prompts[:warmup]:
         decoding.decode(model, prompt, valid, config)
     with ExitStack() as stack:
@@ -110,7 +107,7 @@ def watch_training(found: dict[str, list[float]], warmup: int = WARMUP) -> Calla
     def make(trainer: Any) -> Any:
         model = trainer.diffusion
         held: list[dict[str, Tensor]] = []
-        loss_of, wait = trainer.compute_loss, _wait(trainer.diffusion.device)
+        loss_of, wait = trainer.compute_loss, waiting(trainer.diffusion.device)
 
         def keep(wrapped, inputs, *args, **kwargs):
             held[:] = [inputs]

@@ -133,20 +133,9 @@ def _at(parameter: float | None) -> str:
     return "" if parameter is None else f" at {parameter:g}"
 
 
-def _own(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each sweep the recipe's own value."""
-    summary = report["summary"]
-    values = {summary["confidence_threshold"], summary["truncated_steps"]}
-    proposals = report.get("speculation", {}).get("proposals")
-    return [
-        row for row in rows
-        if row["parameter"] is None or (row["parameter"] == proposals if row["method"] == "tidar" else row["parameter"] in values)
-    ]
-
-
 def _latency(report: dict[str, Any]) -> str:
     timed = report.get("latency", {"rows": []})
-    rows = _own(report, timed["rows"])
+    rows = tables.own_rows(report, timed["rows"])
     if not rows:
         return ""
     out = ["<h2>Latency</h2>"]
@@ -154,7 +143,8 @@ def _latency(report: dict[str, Any]) -> str:
         bars = []
         for row in (row for row in rows if row["batch"] == size):
             faster = row["ratio"]
-            times = f", {faster['value']:.1f}x ({faster['low']:.1f} to {faster['high']:.1f})" if faster else ""
+            times = f", {faster['value']:.1f}x" if faster else ""
+            times += f" ({faster['low']:.1f} to {faster['high']:.1f})" if faster and faster["low"] is not None else ""
             times = ", the base" if row["method"] == row["base"] else times
             text = f"{row['median_s']:.4f} s{times}"
             bars.append(svg.Bar(_title(row["method"]), _number(row["method"]), row["p10_s"], row["median_s"], row["p90_s"], text))
@@ -203,7 +193,7 @@ def _drafts(report: dict[str, Any]) -> str:
 
 def _results(report: dict[str, Any]) -> str:
     rows = [row for row in report["results"] if row["task"] == "all"]
-    shown = _own(report, rows)
+    shown = tables.own_rows(report, rows)
     out = ["<h2>All tasks</h2>", _table(tables.COLUMNS, tables.table(shown))]
     out.append(
         '<p class="soft">Steps are refinement forwards. With the cache, a finished block is committed by the forward that takes the first '

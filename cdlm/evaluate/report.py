@@ -2,6 +2,7 @@
 
 import json
 import platform
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ LATENCY_COLUMNS = (
     "TPS", "peak MiB", "calls",
 )  # fmt: skip
 AUP_COLUMNS = ("method", "points", "best accuracy", "AUP", "TPF at equal accuracy")
+THRESHOLDED = (
+    "teacher_threshold", "teacher_threshold_stop", "teacher_prefix_cache", "teacher_dual_cache", "student", "student_uncached",
+)  # fmt: skip
 PROTOCOL = (
     "Wall time of a decode call on a whole batch; prompt and tokenizer outside the clock, after warm-up, the device synchronised at the "
     "edges only, methods interleaved. Percentiles over prompts and repeats. Times faster is the ratio of medians to the base, with the "
@@ -71,6 +75,19 @@ def steps_at(points: list[tuple[float, float]], accuracy: float) -> float | None
             return before[0] + share * (steps - before[0])
         before = (steps, reached)
     return None
+
+
+def own_rows(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of methods at the recipe's own value: its threshold where that is swept, the steps that the truncated teacher was cut to,
+    its number of proposals. Where a recipe has no value of its own, as of the fixed number of tokens, all of a sweep."""
+    summary, drafted = report["summary"], report.get("speculation") or {}
+    own = {"teacher_truncated": summary["truncated_steps"], "tidar": drafted.get("proposals")}
+    own |= dict.fromkeys(THRESHOLDED, summary["confidence_threshold"])
+    there = {(row["method"], row["parameter"]) for row in rows}
+    return [
+        row for row in rows
+        if row["parameter"] in (None, own.get(row["method"])) or (row["method"], own.get(row["method"])) not in there
+    ]  # fmt: skip
 
 
 def _pick(results: list[dict[str, Any]], method: str, parameter: float | None = None) -> dict[str, Any] | None:
@@ -182,7 +199,7 @@ def latency_table(rows: list[dict[str, Any]]) -> list[list[str]]:
         out.append([
             TITLES.get(row["method"], row["method"]), _text(row["parameter"], "g"), str(row["batch"]), f"{row['p10_s']:.4f}",
             f"{row['median_s']:.4f}", f"{row['p90_s']:.4f}", f"{faster['value']:.2f}" if faster else "",
-            f"{faster['low']:.2f} to {faster['high']:.2f}" if faster else "", f"{row['first_block_s']:.4f}",
+            f"{faster['low']:.2f} to {faster['high']:.2f}" if faster and faster["low"] is not None else "", f"{row['first_block_s']:.4f}",
             _text(row["per_token_s"], ".5f"), _text(row["tps"], ".0f"), f"{peak:.0f}", str(row["calls"]),
         ])  # fmt: skip
     return out
@@ -281,12 +298,17 @@ def write(report: dict[str, Any], folder: Path, title: str, log: list[dict[str, 
     partial.replace(folder / "report.json")
 
 
+def _plain(text: str) -> str:
+    """A name from outside as one line of Markdown that is neither HTML nor a table's edge."""
+    return escape(" ".join(text.split()), quote=False).replace("|", "&#124;")
+
+
 def markdown(report: dict[str, Any], title: str) -> str:
     """report.md. A report from before AUP or latency rows were written has none of these tables."""
     tasks = sorted({row["task"] for row in report["results"]} - {"all"})
     drafted = report.get("speculation")
     told = summary_lines(report["summary"]) + (speculation.lines(drafted) if drafted else [])
-    parts = [f"# {title}", "", *(f"- {line}" for line in told), ""]
+    parts = [f"# {_plain(title)}", "", *(f"- {line}" for line in told), ""]
     parts += [
         "Steps are refinement forwards. With the cache a finished block is committed by the forward that takes the first step "
         "in the next block, so forwards is not steps + commit. Tokens run up to and with the end-of-sequence token. Accuracy "
@@ -294,7 +316,7 @@ def markdown(report: dict[str, Any], title: str) -> str:
         "interleaved.", "",
     ]
     for task in ["all", *tasks]:
-        parts += [f"## {task}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
+        parts += [f"## {_plain(task)}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
     parallel = [row for row in report.get("parallelism", []) if row["task"] == "all"]
     if parallel:
         parts += ["## accuracy under parallelism", "", aup_line(parallel), "", markdown_table(aup_table(parallel), AUP_COLUMNS), ""]
@@ -360,7 +382,7 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set_ylim(-3, 103)
     axes.set_xlabel("refinement steps per answer (mean, log scale)")
     axes.set_ylabel("accuracy, %")
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()

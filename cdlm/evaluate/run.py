@@ -40,7 +40,7 @@ from torch import Tensor
 from cdlm import data
 from cdlm.decode import DecodeConfig, Decoded, Step, decode
 from cdlm.evaluate.assisted import GenerateConfig, generate
-from cdlm.evaluate.clock import FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
+from cdlm.evaluate.clock import FEWEST, FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
 from cdlm.families.base import DiffusionLM
 from cdlm.speculate import SpeculateConfig, Speculated, Verified, speculate
 
@@ -179,7 +179,8 @@ def time_all(
         began = said = time.monotonic()
         for repeat in range(repeats):
             for number, places in enumerate(batches, start=1 + repeat * len(batches)):
-                for m in timed:
+                first = number % len(timed)  # so that no method always follows the same one
+                for m in timed[first:] + timed[:first]:
                     m.times.append(_timed(m.method, examples, places))
                 if (now := time.monotonic()) - said > 10:
                     said, left = now, (now - began) / number * (repeats * len(batches) - number)
@@ -295,8 +296,8 @@ def result(m: Measured, task: str | None, batch_size: int) -> dict[str, Any]:
 def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
     """What the clock saw of every method at every batch size, over all tasks. Seconds are those of a call, that is of a whole batch.
 
-    ratio: how many times faster than the base (see BASES), with `low` and `high`. first_block_s: median seconds until the first block
-    was done. per_token_s: median, over the calls that wrote tokens behind the first block, of the remaining
+    ratio: how many times faster than the base (see BASES), with `low` and `high` (null over fewer than FEWEST calls). first_block_s: median
+    seconds until the first block was done. per_token_s: median, over the calls that wrote tokens behind the first block, of the remaining
     seconds over those tokens (`per_token_n` such calls; null if none). peak_memory_bytes: the most of all calls.
     """
     out = []
@@ -314,7 +315,7 @@ def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
             out.append({
                 "method": m.method.name, "parameter": m.method.parameter, "batch": size, "calls": len(times),
                 "p10_s": latency.p10, "median_s": latency.median, "p90_s": latency.p90, "base": timed_methods[base][0].method.name,
-                "ratio": _plain(faster), "first_block_s": statistics.median(timed.first_block for timed in times),
+                "ratio": _plain(faster, len(own)), "first_block_s": statistics.median(timed.first_block for timed in times),
                 "per_token_s": statistics.median(later) if later else None, "per_token_n": len(later),
                 "tps": ratio(sum(timed.output_tokens for timed in times), sum(timed.seconds for timed in times)),
                 "peak_memory_bytes": max(timed.peak for timed in times),
@@ -340,8 +341,11 @@ def _by_batch(times: list[Timed]) -> dict[tuple[int, ...], float]:
     return {places: statistics.median(spent) for places, spent in repeats.items()}
 
 
-def _plain(interval: Interval | None) -> dict[str, float] | None:
-    return None if interval is None else {"value": interval.value, "low": interval.low, "high": interval.high}
+def _plain(interval: Interval | None, count: int) -> dict[str, float | None] | None:
+    if interval is None:
+        return None
+    low, high = (interval.low, interval.high) if count >= FEWEST else (None, None)
+    return {"value": interval.value, "low": low, "high": high}
 
 
 def run(
