@@ -100,6 +100,21 @@ def test_drafts_that_stand_change_nothing_but_the_number_of_forwards(kind, draft
             assert found.queries[row] <= found.steps[row] * 2 * drafts
 
 
+@pytest.mark.parametrize("drafts, proposals, layout", [case for case in LAYOUTS if case[0] > 1])
+def test_drafts_that_are_never_wrong_all_stand(drafts, proposals, layout):
+    """As many in a step as there are: K behind the prefill; then K, or, where r drafts stood and M < r proposals were made, K - (r - M)."""
+    model = causal_model(seed=1)
+    prompt, valid = random_prompts([6, 3], seed=1)
+    found = speculate(Prophet(model, prompt, valid, 40, wrong=10**6), prompt, valid, SpeculateConfig(30, drafts, proposals, layout))
+    for row in range(2):
+        known, there, steps = 1, drafts, []
+        while known < found.output_tokens[row]:
+            steps.append(there)
+            known += there
+            there = drafts if proposals is None else drafts - max(0, there - proposals)
+        assert found.accepted[row] == [steps.count(r) for r in range(drafts + 1)] and sum(steps) >= 20
+
+
 @pytest.mark.parametrize("drafts, proposals, layout", [(4, 2, "parallel"), (4, 4, "parallel"), (4, None, "linear")])
 def test_a_batch_is_each_row_alone(drafts, proposals, layout):
     model = causal_model(seed=1)
