@@ -411,7 +411,7 @@ def _roofline(args: argparse.Namespace) -> int:
         if f["proposals"] is not None:
             free = f"about {f['proposals']:.1f} blocks of {args.block}"
             print(f"{f['hardware']}: attention over a long cache takes in {free} a forward for free")
-            print(f"{f['hardware']}: {_free(f['free_proposals'], args.block)}")
+            print(f"{f['hardware']}: {_free(f, args.block)}")
         if args.operators:
             print(f"\n{f['hardware']}, {f['mode']}:\n{roofline.operator_table(f)}")
     if args.json is not None:
@@ -424,12 +424,15 @@ def _roofline(args: argparse.Namespace) -> int:
     return 0
 
 
-def _free(count: int, block: int) -> str:
+def _free(found: dict, block: int) -> str:
     """What the largest free number of proposals means."""
+    count = found["free_proposals"]
     if not count:
-        return f"no proposal of {block} beside {block} drafts is free: some product is bound by compute"
-    tokens = block * (count + 1)
-    return f"{count} proposals of {block} beside {block} drafts are free ({tokens} query tokens): no operator is bound by compute"
+        return f"no proposal of {block} beside {block} drafts is free: some operator is bound by compute"
+    return (
+        f"{count} proposals of {block} beside {block} drafts are free ({block * (count + 1)} query tokens): no operator is bound by "
+        f"compute; such a forward takes {found['free_forward_over_one']:.2f} times as long as one of a single token"
+    )
 
 
 def _kernels(args: argparse.Namespace) -> int:

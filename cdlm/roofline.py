@@ -232,8 +232,10 @@ def proposals(shape: Shape, hardware: Hardware, block: int, size: float = 2) -> 
 def free_proposals(
     shape: Shape, hardware: Hardware, *, block: int, batch: int = 1, context: int = 512, generate: int = 256, size: float = 2
 ) -> int:
-    """The most proposals M, 0 to K, of K masks each that a forward takes in for free beside K drafts: attention and every matrix product
-    stay bound by memory, so that K (M + 1) queries take about as long as one. 0: even the drafts alone, or with one proposal, do not.
+    """The most proposals M, 0 to K, of K masks each that a forward takes in beside K drafts with no operator bound by compute. 0: not one.
+
+    Then more arithmetic is free; what is not is the further bytes of activations and, of experts that are routed to, of weights:
+    `forward_over_one` says how long such a forward takes all the same.
 
     `proposals` is the part of attention alone, over a long cache; at batch 1 the weights' products reach the ridge first.
     """
@@ -243,6 +245,17 @@ def free_proposals(
         return all(op.bound(hardware) == "memory" for op in found)
 
     return max((count for count in range(1, block + 1) if free(count)), default=0)
+
+
+def forward_over_one(
+    shape: Shape, hardware: Hardware, count: int, *, block: int, batch: int = 1, context: int = 512, generate: int = 256, size: float = 2
+) -> float:
+    """How many forwards of one token a forward of K drafts and `count` proposals takes as long as."""
+    one, all_queries = (
+        operators(shape, mode, block=block, batch=batch, context=context, generate=generate, size=size, proposals=count)
+        for mode in ("ar", "tidar")
+    )
+    return sum(op.seconds(hardware) for op in all_queries) / sum(op.seconds(hardware) for op in one)
 
 
 def analyse(
@@ -257,6 +270,7 @@ def analyse(
     ar = sum(op.seconds(hardware) for op in operators(shape, "ar", batch=batch, **given))
     found = intensity(ops)
     q = queries(mode, **given)
+    most = free_proposals(shape, hardware, batch=batch, **given) if mode == "tidar" else None
     weights, cache = shape.parameters * 2.0, batch * shape.kv_bytes(context + generate, 2)
     return {
         "hardware": hardware.name,
@@ -275,7 +289,8 @@ def analyse(
         "largest_memory_bound_batch": largest_memory_bound_batch(shape, hardware, mode, **given),
         "distinct_experts": distinct_experts(shape.experts, shape.experts_per_token, batch * q) if shape.experts else None,
         "proposals": proposals(shape, hardware, block) if mode == "tidar" else None,
-        "free_proposals": free_proposals(shape, hardware, batch=batch, **given) if mode == "tidar" else None,
+        "free_proposals": most,
+        "free_forward_over_one": None if most is None else forward_over_one(shape, hardware, most, batch=batch, **given),
         "weight_bytes": weights,
         "kv_bytes": cache if mode != "dlm" else 0.0,
         "memory_bytes": hardware.memory,

@@ -150,6 +150,12 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "MI300X: attention over a long cache takes in about 3.9 blocks of 16" in said and "experts: down" in said
     assert "MI300X: 4 proposals of 16 beside 16 drafts are free (80 query tokens)" in said
+    one, all_queries = (
+        sum(op.seconds(roofline.card("MI300X")) for op in roofline.operators(
+            SHAPES["zaya1-8b"], mode, block=16, batch=1, context=512, generate=256, proposals=4
+        )) for mode in ("ar", "tidar")
+    )  # fmt: skip
+    assert f"such a forward takes {all_queries / one:.2f} times as long" in said and all_queries / one > 2, "more experts are read"
     results = json.loads((tmp_path / "a" / "x.json").read_text())["results"]
     assert [(r["hardware"], r["mode"]) for r in results] == [(h, m) for h in ("MI300X", "H100") for m in ("ar", "block", "tidar")]
     assert (tmp_path / "b" / "x.png").read_bytes().startswith(b"\x89PNG")

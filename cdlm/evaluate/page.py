@@ -186,7 +186,7 @@ def _drafts(report: dict[str, Any]) -> str:
     return (
         f"<h2>Draft and verify</h2><ul>{lines}</ul>{_table(speculation.COLUMNS, speculation.table(found, tables.TITLES))}"
         '<p class="soft">Query tokens leave out the prompt\'s forward; of an assistant\'s forwards only the time is counted.</p>'
-        f"<details><summary>how many drafts stood in a step, and where query tokens are free</summary><ul>{stood}</ul>"
+        f"<details><summary>how many drafts stood in a step, and what query tokens cost on a card</summary><ul>{stood}</ul>"
         f"{_table(speculation.CARD_COLUMNS, speculation.card_table(found))}</details>"
     )
 

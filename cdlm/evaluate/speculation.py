@@ -12,7 +12,9 @@ COLUMNS = (
     "method", "parameter", "accuracy", "tokens a forward", "query tokens a forward", "median s", "times faster than autoregressive",
     "drafts that stand, mean",
 )  # fmt: skip
-CARD_COLUMNS = ("card", "most free proposals", "a forward of so many query tokens, in forwards of one", "tokens a forward's worth of time")
+CARD_COLUMNS = (
+    "card", "most proposals bound by memory", "a forward of K (M + 1) tokens, in forwards of one", "times faster than autoregressive",
+)  # fmt: skip
 
 
 def stood(histogram: list[int] | None) -> float | None:
@@ -35,12 +37,10 @@ def summarise(
     given: dict[str, Any] = {"block": draft_length, "batch": 1, "context": context, "generate": generate, "size": size}
     cards = []
     for name, card in roofline.HARDWARE.items():
-        one, all_queries = (
-            sum(op.seconds(card) for op in roofline.operators(shape, mode, proposals=proposals, **given)) for mode in ("ar", "tidar")
-        )
+        longer = roofline.forward_over_one(shape, card, proposals, **given)
         cards.append({
-            "card": name, "free_proposals": roofline.free_proposals(shape, card, **given), "forward_over_one": all_queries / one,
-            "speedup": ratio(own["tpf"] if own else None, all_queries / one),
+            "card": name, "free_proposals": roofline.free_proposals(shape, card, **given), "forward_over_one": longer,
+            "speedup": ratio(own["tpf"] if own else None, longer),
         })  # fmt: skip
     return {
         "draft_length": draft_length,
@@ -124,6 +124,7 @@ def markdown(found: dict[str, Any], titles: dict[str, str], as_table: Any) -> li
         "forwards only the time is counted.", "",
         as_table(table(found, titles), COLUMNS), "",
         "Steps in which so many drafts stood:", "", *(f"- {line}" for line in histogram_lines(found, titles)), "",
-        "Where the query tokens are free, by the roofline at batch 1 (a proposal is free while no operator is bound by compute):", "",
+        "By the roofline at batch 1: the most proposals with which no operator is bound by compute, and what the recipe's forward costs "
+        "(also bound by memory it moves more activations, and they weigh the more the smaller a model is):", "",
         as_table(card_table(found), CARD_COLUMNS), "",
     ]  # fmt: skip
