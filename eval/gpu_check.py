@@ -65,8 +65,8 @@ def masks_with_groups(device: str) -> list[masks.Sight]:
     noisy = prompt[:, None] + torch.arange(34, device=device)
     return [
         masks.noisy_clean(noisy, torch.ones_like(noisy, dtype=torch.bool), clean, prompt, 16),
-        masks.tidar_training(valid, 16),
-        masks.tidar_decoding(valid, 8)[0],
+        masks.tidar_training(valid, 16).sight,
+        masks.tidar_decoding(valid, 8).sight,
     ]
 
 

@@ -179,7 +179,7 @@ def time_all(
         began = said = time.monotonic()
         for repeat in range(repeats):
             for number, places in enumerate(batches, start=1 + repeat * len(batches)):
-                first = number % len(timed)  # so that no method always follows the same one
+                first = (number - 1) % len(timed)  # so that no method always follows the same one
                 for m in timed[first:] + timed[:first]:
                     m.times.append(_timed(m.method, examples, places))
                 if (now := time.monotonic()) - said > 10:
