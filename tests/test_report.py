@@ -260,7 +260,7 @@ def test_build_by_hand():
         "commit_forwards": pytest.approx(4 / 3), "forwards": 4.0, "output_tokens": 12.0, "tpf": 3.0,
         "queries_per_forward": None, "accepted": None,
         "latency_s": {"p10": 0.1, "median": pytest.approx(0.3), "p90": 0.5}, "tps": pytest.approx(30.0), "batch": 8, "latency_batch": 1,
-        "latency_n": 2, "n": 3, "stop_at_eos": True, "accepted": None, "queries_per_forward": None,
+        "latency_n": 2, "n": 3, "stop_at_eos": True,
     }  # fmt: skip
     sort = found["results"][5]
     assert (sort["accuracy"], sort["steps"], sort["tpf"], sort["n"], sort["latency_n"], sort["tps"]) == (0.5, 5.0, 3.0, 2, 1, 20.0)
