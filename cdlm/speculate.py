@@ -156,6 +156,15 @@ def _runs(model: DiffusionLM, layout: masks.Packed, clean_AL: Tensor, cache: Blo
     return model.packed_hidden(torch.cat([clean_AL, masked], dim=1), layout.position_BQ, layout.sight, layout.before_BQ, cache)
 
 
+def _read(model: DiffusionLM, cache: BlockCache, prompt_BP: Tensor, valid_BP: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Commits the prompts. Gives the row that predicts the first token, [B, D], and those of `count` masks behind it, [B, count, D]."""
+    width = prompt_BP.shape[1]
+    layout = masks.tidar_prefill(valid_BP, count, masks_last=True)
+    row_BQD = _runs(model, layout, prompt_BP, cache)
+    cache.commit(layout.position_BQ[:, :width], valid_BP, row_BQD[:, width - 1])
+    return row_BQD[:, width - 1], row_BQD[:, width:]
+
+
 class _Parallel:
     """One forward a step: drafts and proposals together."""
 
@@ -169,12 +178,8 @@ class _Parallel:
 
     def prefill(self, prompt_BP: Tensor, valid_BP: Tensor) -> tuple[Tensor, Tensor]:
         """Reads the prompts. Gives the row that predicts the first token, [B, D], and those of a block of masks, [B, K or 0, D]."""
-        width, count = prompt_BP.shape[1], self.drafts if self.proposals else 0
-        layout = masks.tidar_prefill(valid_BP, count, masks_last=True)
-        row_BQD = _runs(self.model, layout, prompt_BP, self.cache)
-        self.cache.commit(layout.position_BQ[:, :width], valid_BP, row_BQD[:, width - 1])
-        self.block_AKD = row_BQD[:, width:]
-        return row_BQD[:, width - 1], self.block_AKD
+        row_BD, self.block_AKD = _read(self.model, self.cache, prompt_BP, valid_BP, self.drafts if self.proposals else 0)
+        return row_BD, self.block_AKD
 
     def guess(self, first_A: Tensor, count_A: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows of the drafts 2 ... K behind the certain one, [A, K - 1, D], and which of them there are.
@@ -230,12 +235,9 @@ class _Linear:
         self.forwards, self.queries = 0, 0
 
     def prefill(self, prompt_BP: Tensor, valid_BP: Tensor) -> tuple[Tensor, Tensor]:
-        width, count = prompt_BP.shape[1], self.drafts if self.masked and self.adapter is None else 0
-        layout = masks.tidar_prefill(valid_BP, count, masks_last=True)
-        row_BQD = _runs(self.model, layout, prompt_BP, self.cache)
-        self.cache.commit(layout.position_BQ[:, :width], valid_BP, row_BQD[:, width - 1])
-        self.block_AKD = row_BQD[:, width:]
-        return row_BQD[:, width - 1], self.block_AKD
+        count = self.drafts if self.masked and self.adapter is None else 0
+        row_BD, self.block_AKD = _read(self.model, self.cache, prompt_BP, valid_BP, count)
+        return row_BD, self.block_AKD
 
     def guess(self, first_A: Tensor, count_A: Tensor | None) -> tuple[Tensor, Tensor]:
         there = torch.ones(len(first_A), self.drafts - 1, dtype=torch.bool, device=first_A.device)

@@ -125,3 +125,12 @@ def test_the_command(runs, tmp_path, capsys):
     assert printed.startswith("| method | A | B |") and "| student, cached | 0.9 | 0.95 |" in printed
     (entry,) = json.loads((tmp_path / "out" / "c.json").read_text())["methods"]
     assert entry["points"]["value"] == 50.0 and entry["faster"]["value"] == 2.0
+
+
+def test_a_sweep_without_a_value_of_its_own_is_taken_at_its_first(tmp_path):
+    """The truncated steps, 4, are no value of the fixed number of tokens, nor is the threshold, 0.9, one of the factor rule."""
+    rows = [{"task": "all", "method": method, "parameter": value}
+            for method, values in (("teacher_fixed", (2, 4)), ("teacher_factor", (0.5, 0.9)), ("student", (0.5, 0.9)))
+            for value in values]  # fmt: skip
+    side = compare.Side(tmp_path, {"summary": {"confidence_threshold": 0.9, "truncated_steps": 4}, "results": rows}, {})
+    assert [side.own(method) for method in ("teacher_fixed", "teacher_factor", "student")] == [2, 0.5, 0.9]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cdlm.evaluate.clock import Interval, bootstrap, speedup
-from cdlm.evaluate.report import TITLES
+from cdlm.evaluate.report import TITLES, own_rows
 from cdlm.evaluate.run import label, mean, ratio
 
 COLUMNS = (
@@ -30,10 +30,9 @@ class Side:
     samples: dict[str, list[dict[str, Any]]]
 
     def own(self, method: str) -> float | None:
-        """The recipe's own value of a method: the threshold, or the steps that the truncated teacher was cut to."""
-        summary = self.report["summary"]
-        found = [row["parameter"] for row in self.report["results"] if row["task"] == "all" and row["method"] == method]
-        return next((p for p in (summary["confidence_threshold"], summary["truncated_steps"]) if p in found), found[0])
+        """The recipe's own value of a method (see `report.own_rows`); the first of a sweep that has none."""
+        found = [row for row in self.report["results"] if row["task"] == "all" and row["method"] == method]
+        return own_rows(self.report, found)[0]["parameter"]
 
     def seconds(self, name: str) -> list[list[float]]:
         """Seconds of every question (none where it was not timed) under a method's label."""

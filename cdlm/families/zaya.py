@@ -59,21 +59,21 @@ class CCALayer(BlockLayer):
 
     def __init__(self, capacity: int):
         super().__init__(capacity)
-        self.last: tuple[Tensor, Tensor, Tensor] | None = None
-        self.fresh: tuple[Tensor, Tensor, Tensor] | None = None
+        self.last: tuple[Tensor, ...] | None = None
+        self.fresh: tuple[Tensor, ...] | None = None
 
     def accept(self, count_B: Tensor, most: int, end_B: Tensor | None, width: int) -> None:
         super().accept(count_B, most, end_B, width)
         assert self.fresh is not None and self.last is not None, "rows are kept of a forward"
         row_B = torch.arange(len(count_B), device=count_B.device)
-        self.last = tuple(  # type: ignore[assignment]
+        self.last = tuple(
             torch.cat([last[:, None], fresh], dim=1)[row_B, count_B] for last, fresh in zip(self.last, self.fresh, strict=True)
         )
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
         if self.last is not None:
-            self.last = tuple(state[rows] for state in self.last)  # type: ignore[assignment]
+            self.last = tuple(state[rows] for state in self.last)
 
 
 def packed_projection(module: Any, hidden_states: Tensor, cache: Any, conv_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
