@@ -183,3 +183,18 @@ def test_overhead_is_not_asked_of_what_decodes_no_blocks(done, tmp_path, capsys)
     assert bench.parts_of(r) == ["table", "growth"] and bench.parts_of(recipe.load(done.recipe)) == list(bench.PARTS)
     flags = ["--parts", "overhead", "--set", "train.objective=mdlm", "--out", str(tmp_path / "new")]
     assert cli.main(["bench", str(done.recipe), *flags]) == 2 and "which is of a block decoder" in capsys.readouterr().err
+
+
+def test_names_from_outside_are_plain_text_in_the_terminals_table(done, copy, capsys):
+    """A task named like a closing tag of the terminal's markup is shown as it is; it ended in a traceback."""
+    file = copy / "report.json"
+    file.write_text(file.read_text().replace('"task": "copy"', '"task": "[/red]"'))
+    cli._print_table(stages.Run(recipe.load(done.recipe), copy, say=lambda text: None))
+    assert "[/red]" in capsys.readouterr().out
+
+
+def test_the_report_of_a_bench_says_what_was_typed():
+    typed = ["bench", "recipes/tiny.yaml", "--parts", "table", "--batches", "1,4"]
+    args = cli._parser().parse_args(typed)
+    args.typed = typed
+    assert cli._typed(args) == "cdlm bench recipes/tiny.yaml --parts table --batches 1,4"
