@@ -323,9 +323,9 @@ class ProphetOfZaya(Prophet, zaya.ZayaLM):
 @pytest.mark.parametrize("draft_length, proposals, layout", LAYOUTS)
 @pytest.mark.parametrize("told", [False, True])
 def test_speculate_is_autoregressive_greedy_token_for_token(draft_length, proposals, layout, told):
-    """50 prompts of 1 to 12 tokens in one batch, rows that stop at different places; with drafts that never stand and some that do."""
+    """200 prompts of 1 to 12 tokens in one batch, rows that stop at different places; with drafts that never stand and some that do."""
     model = random_zaya(facts={**CAUSAL, "eos_token_ids": (17, 48)})
-    prompt, valid = random_prompts([1 + i % 12 for i in range(50)], seed=2)
+    prompt, valid = random_prompts([1 + i % 12 for i in range(200)], seed=2)
     wanted = decode(model, prompt, valid, DecodeConfig(10, 1, tokens_per_step=1))
     drafter = ProphetOfZaya(model, prompt, valid, 10) if told else model
     found = speculate(drafter, prompt, valid, SpeculateConfig(10, draft_length, proposals, layout))
