@@ -11,9 +11,9 @@ import yaml
 from conftest import ROOT, TINY, random_prompts
 from test_speculate import LAYOUTS, Prophet
 
-from cdlm import cli, data, families, masks
+from cdlm import cli, data, families, masks, trajectories
 from cdlm.decode import DecodeConfig, decode
-from cdlm.families import zaya
+from cdlm.families import native, zaya
 from cdlm.families.base import Facts
 from cdlm.families.wrap import wrap
 from cdlm.speculate import SpeculateConfig, speculate
@@ -380,6 +380,37 @@ def test_a_run_on_zaya_with_an_adapter_decodes_as_it_was_measured_and_exports_no
         prompt = torch.tensor([data.prompt_ids(tokenizer, row["prompt"], chat_template=True)])
         out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), DecodeConfig(16, 8, confidence_threshold=0.5))
         assert tokenizer.decode(out.answer(0, model.facts.eos_token_ids)) == row["text"]
+
+
+def test_a_drafting_zaya_teaches_a_block_causal_student(tmp_path):
+    """All stages of objective cdlm: the diffusion mode of a model that states its draft_length decodes the trajectories."""
+    mini.write(tmp_path)
+    drafting = Facts(**BASE, **CAUSAL, draft_length=mini.BLOCK)
+    save(tmp_path / "zaya", **native.config_keys(drafting))
+    values = mini.values() | {"model": "zaya"}
+    values["collect"]["temperatures"] = [0.0]
+    values["train"]["steps"] = 2
+    values["evaluate"] |= {"methods": ["student", "student_uncached"], "thresholds": [], "num_prompts": 2, "latency_prompts": 1}
+    (tmp_path / "zaya.yaml").write_text(yaml.safe_dump(values))
+    assert cli.main(["distill", str(tmp_path / "zaya.yaml"), "--out", str(tmp_path / "out")]) == 0
+    student = families.load(tmp_path / "out" / "export")
+    assert (student.family, student.facts.block_length, student.facts.draft_length) == ("native", mini.BLOCK, None)
+    assert isinstance(student, zaya.ZayaLM) and not student.facts.logit_shift
+
+    examples = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    teacher = families.load(tmp_path / "zaya").diffusion_mode()
+    tokenizer = families.load_tokenizer(tmp_path / "zaya", teacher.facts)
+    config = DecodeConfig(mini.BUDGET, mini.BLOCK, tokens_per_step=1)
+    kept = trajectories.Trajectories(tmp_path / "out" / "trajectories")
+    assert len(kept) == 6
+    for one in kept:
+        prompt = torch.tensor([data.prompt_ids(tokenizer, examples[one.example]["prompt"], chat_template=True)])
+        found = decode(teacher, prompt, torch.ones_like(prompt, dtype=torch.bool), config)
+        assert one.tokens.tolist() == found.filled_BM[0].tolist()
+
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    rows = {row["method"]: row for row in report["results"] if row["task"] == "all"}
+    assert rows["student"]["accuracy"] == rows["student_uncached"]["accuracy"] and rows["student"]["steps"] == rows["student_uncached"]["steps"]
 
 
 def test_the_roofline_reads_its_sizes():
