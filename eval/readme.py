@@ -21,6 +21,7 @@ PLACES = {  # name of a run -> the comments between which its table stands
     "tiny-bench": ("<!-- results of tiny-bench -->\n", "<!-- /results of tiny-bench -->"),
     "tiny-a2d": ("<!-- results of tiny-a2d -->\n", "<!-- /results of tiny-a2d -->"),
     "tiny-tidar": ("<!-- results of tiny-tidar -->\n", "<!-- /results of tiny-tidar -->"),
+    "tiny-zaya": ("<!-- results of tiny-zaya -->\n", "<!-- /results of tiny-zaya -->"),
 }
 PER_TASK = {  # the methods of the second table, where they were run
     "teacher": "teacher", "autoregressive": "autoregressive", "teacher_threshold_stop": "teacher, threshold, stops at the end",
