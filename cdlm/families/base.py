@@ -146,7 +146,7 @@ class DiffusionLM(nn.Module):
         return self.hf.config.get_text_config()
 
     @property
-    def width(self) -> int:
+    def hidden_size(self) -> int:
         """D, numbers in a hidden row."""
         return self.text_config.hidden_size
 
