@@ -15,13 +15,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cdlm import data, families, roofline, trajectories
+from cdlm import canvases, data, families, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.families import causal, native
 from cdlm.families.base import DiffusionLM
@@ -225,6 +225,7 @@ class Run:
         if r.evaluate.autoregressive is not None:
             self._other()
         model = convert.skeleton(self._stock(config, place))
+        self._check_objective(model.config)
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         origin = facts.block_origin if facts is not None else "prompt_end"
@@ -251,6 +252,17 @@ class Run:
                 tests = self.examples(tokenizer, "test", r.evaluate.num_prompts)
         family = families.find(config, r.family).NAME if r.scratch is None else "scratch"
         return Inputs(model, family, facts, source, prompts, tests)
+
+    def _check_objective(self, config: Any) -> None:
+        """A ValueError for an objective that a model of this config can't be trained with, or a block that is not its canvas."""
+        r, allowed = self.recipe, families.CLASSES.get(config.model_type, DiffusionLM).objectives
+        if r.train.objective not in allowed:
+            raise ValueError(
+                f"train.objective is {r.train.objective!r}; a model of type {config.model_type} is trained with {', '.join(allowed)}"
+            )
+        canvas = getattr(config, "canvas_length", None)
+        if canvas is not None and r.decode.block_length != canvas:
+            raise ValueError(f"decode.block_length is {r.decode.block_length}; this model's canvas has {canvas} slots, and a block is one")
 
     def _check_teacher(self, facts: families.Facts) -> None:
         """A ValueError for a model with these facts from which the recipe can't start."""
@@ -352,7 +364,8 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     if stage == "collect":
         return made
     unread = ("save_steps", "logging_steps", *(() if r.train.objective == "tidar" else ("alpha",)))
-    training = {k: v for k, v in r.section("train")["train"].items() if k not in unread}
+    plain = {f.name: f.default for f in fields(r.train) if f.name in ("ar_weight", "self_conditioning", "finish")}  # few runs state these
+    training = {k: v for k, v in r.section("train")["train"].items() if k not in unread and not (k in plain and v == plain[k])}
     trained = {**made, "train": training, **r.section("scratch")}
     if stage == "train":
         return trained
@@ -432,9 +445,14 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     trajectories.claim(checkpoints, checkpoints / "request.json", request)
 
     lengths = None
-    dataset: training.TrajectoryStates | training.AnswerNoise
-    if t.objective == "cdlm":
-        stored = trajectories.Trajectories(run.trajectories)
+    dataset: training.TrajectoryStates | training.AnswerNoise | training.CanvasStates
+    stored = canvases.load(run.trajectories) if t.objective == "cdlm" else None
+    if isinstance(stored, canvases.Canvases):
+        dataset = training.CanvasStates(
+            stored, model, r.decode.max_new_tokens, r.decode.block_length, r.seed, self_conditioning=t.self_conditioning, finish=t.finish
+        )
+        head = None
+    elif stored is not None:
         if not stored.has_hidden and t.distill_weight:
             run.say(
                 "train: these trajectories hold no hidden rows of a teacher; equation 4 takes the token that was revealed as its target "
@@ -444,7 +462,8 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         head = _frozen_copy(model.head)
     else:
         examples = run.examples(tokenizer, "prompts", t.num_examples)
-        dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed, r.decode.block_length if t.objective == "bd3lm" else None)
+        noisy = training.CanvasNoise if t.objective == "uniform" else training.AnswerNoise
+        dataset = noisy(examples, r.decode.max_new_tokens, r.seed, r.decode.block_length if t.objective == "bd3lm" else None)
         lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
         head = None
     if len(dataset) < t.batch_size:
@@ -469,7 +488,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
         distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight or 0.0,
         noise_floor=t.noise_floor, noise_first_cap=t.noise_first_cap, noise_ramp=t.noise_ramp,
-        complementary=t.complementary, alpha=t.alpha,
+        complementary=t.complementary, alpha=t.alpha, ar_weight=t.ar_weight, self_conditioning=t.self_conditioning, finish=t.finish,
         learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
         warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
         per_device_train_batch_size=t.batch_size, gradient_accumulation_steps=t.accumulation,
@@ -480,7 +499,8 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     trainer = training.CDLMTrainer(
         model, args, dataset,
         training.Collator(
-            model, r.decode.max_new_tokens, {"bd3lm": r.decode.block_length, "ar": 1, "tidar": r.decode.block_length}.get(t.objective),
+            model, r.decode.max_new_tokens,
+            {"ar": 1, **dict.fromkeys(("bd3lm", "tidar", "uniform"), r.decode.block_length)}.get(t.objective),
             from_zero=t.objective == "tidar",
         ),
         teacher_head=head, lengths=lengths, peft_model=peft_model, callbacks=[_progress(run, steps)],
