@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cdlm.families import native, zaya
+from cdlm.families import convert, diffusion_gemma, native, zaya
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.wrap import wrap
 
@@ -55,26 +55,29 @@ def build(
 
     stated: facts besides those; without any the model is bidirectional with aligned logits.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     if init not in INITS:
         raise ValueError(f"scratch.init is {init!r}; allowed: {', '.join(INITS)}")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    for token in ("mask", "eos", "pad"):
+    config = AutoConfig.from_pretrained(config_path)
+    if config.model_type == diffusion_gemma.MODEL_TYPE:
+        stated = {**diffusion_gemma.stated(config.to_dict()), **stated}
+    marked = stated.get("noise", "absorbing") != "uniform"
+    for token in (*(("mask",) if marked else ()), "eos", "pad"):
         if getattr(tokenizer, f"{token}_token_id") is None:
             raise ValueError(f"the tokenizer at {tokenizer_path} has no {token} token")
-    config = AutoConfig.from_pretrained(config_path)
-    if config.vocab_size < len(tokenizer):
-        raise ValueError(f"{config_path} has vocab_size {config.vocab_size}; the tokenizer has {len(tokenizer)} tokens")
+    if (vocab_size := config.get_text_config().vocab_size) < len(tokenizer):
+        raise ValueError(f"{config_path} has vocab_size {vocab_size}; the tokenizer has {len(tokenizer)} tokens")
     config.eos_token_id, config.pad_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
     facts = Facts(
-        mask_token_id=tokenizer.mask_token_id, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id,
+        mask_token_id=tokenizer.mask_token_id if marked else None, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id,
         **stated,
     )
     for key, value in native.config_keys(facts).items():
         setattr(config, key, value)
     torch.manual_seed(seed)
-    hf = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    hf = convert.auto_class(config.model_type).from_config(config, attn_implementation="sdpa", dtype=dtype)
     with torch.no_grad():
         if init != "default":
             _fan_in(hf)
