@@ -2,20 +2,12 @@
 
 Each mean is taken over a row's own set first and over the rows of the batch next, so the number does not depend on how
 rows are grouped into micro-batches. An empty set gives a zero that stays connected to the logits.
-Where a vocabulary is large, a loss takes hidden rows and the head that makes logits of them, and makes the logits of `chunk` rows at a
-time (`over_chunks`); the number is the same.
-Shapes: B rows, L tokens, V vocabulary, D width, N rows picked by a set, k stored tokens. Sources are given per function; CDLM is arXiv
-2511.19269.
+Shapes: B rows, L tokens, V vocabulary. Sources are given per function; CDLM is arXiv 2511.19269.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-CHUNK = 32  # rows whose logits are made at a time; 32 of 262,144 tokens are 34 MB in fp32
 
 
 def mean_over_sets(value_N: Tensor, set_BL: Tensor) -> Tensor:
@@ -79,80 +71,6 @@ def next_token(logits_BLV: Tensor, target_BL: Tensor, asked_BL: Tensor) -> Tenso
 
     Autoregressive training, and both halves of TiDAR's."""
     return mean_over_sets(F.cross_entropy(logits_BLV[asked_BL].float(), target_BL[asked_BL], reduction="none"), asked_BL)
-
-
-def over_chunks(value_of: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk: int = CHUNK) -> Tensor:
-    """value_of(*rows), one value a row [N], for `chunk` rows at a time.
-
-    Of a chunk only its rows are kept until the backward pass, which computes it again; so no tensor of N times V numbers exists. Up to
-    `chunk` rows are computed plainly.
-    """
-    count = rows[0].shape[0]
-    if count <= chunk:
-        return value_of(*rows)
-    parts = [tuple(row[i : i + chunk] for row in rows) for i in range(0, count, chunk)]
-    if not torch.is_grad_enabled():
-        return torch.cat([value_of(*part) for part in parts])
-    return torch.cat([checkpoint(value_of, *part, use_reentrant=False) for part in parts])
-
-
-Head = Callable[[Tensor], Tensor]
-
-
-def cross_entropy(head: Head, hidden_BLD: Tensor, target_BL: Tensor, asked_BL: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Plain cross-entropy: mean over a row's asked tokens, then over rows, in nats. `hidden_BLD` is aligned: row i predicts token i.
-
-    With the causal rows of clean text this is `next_token`. With a whole canvas asked it is uniform noise's denoising loss: no slot says
-    that it is noise, so all are asked, and no noise level weighs more than another (D3PM's x_0 cross-entropy, arXiv 2107.03006,
-    equation 5, alone).
-    """
-    def value_of(hidden_ND: Tensor, target_N: Tensor) -> Tensor:
-        return F.cross_entropy(head(hidden_ND).float(), target_N, reduction="none")
-
-    return mean_over_sets(over_chunks(value_of, (hidden_BLD[asked_BL], target_BL[asked_BL]), chunk), asked_BL)
-
-
-def top_k_kl(target_NK: Tensor, ids_NK: Tensor, total_N: Tensor, logits_NV: Tensor) -> Tensor:
-    """KL(target || softmax(logits)) of each row over k named tokens and "any other", in nats and fp32, [N].
-
-    target_NK: the target's logits of the tokens ids_NK. total_N: logsumexp of all its logits, so the named tokens have the probability
-    that they have among all. What is lumped together can only bring the divergence down (the log-sum inequality); with k = V it is
-    `forward_kl`.
-    """
-    log_q_NV = F.log_softmax(logits_NV.float(), dim=-1)
-    log_q_NK = log_q_NV.gather(-1, ids_NK)
-    log_p_NK = target_NK.float() - total_N.float()[:, None]
-    named = (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=-1)
-    if ids_NK.shape[-1] == logits_NV.shape[-1]:
-        return named
-    tiny = torch.finfo(torch.float32).tiny
-    other_p, other_q = ((1.0 - log_NK.exp().sum(dim=-1)).clamp(min=0.0) for log_NK in (log_p_NK, log_q_NK))
-    return named + other_p * (other_p.clamp(min=tiny).log() - other_q.clamp(min=1e-12).log())
-
-
-def top_k_distillation(
-    head: Head, hidden_BLD: Tensor, target_BLK: Tensor, ids_BLK: Tensor, total_BL: Tensor, accepted_BL: Tensor, chunk: int = CHUNK
-) -> Tensor:
-    """CDLM equation 4 where the teacher's logits are stored as the k largest: mean over U_y of KL(teacher || student).
-
-    hidden_BLD: the student's rows at state y. target_BLK, ids_BLK, total_BL: the teacher's logits, not divided by a temperature, when it
-    accepted the slot. accepted_BL: U_y, the slots that are open in y and accepted in y*.
-    """
-    def value_of(hidden_ND: Tensor, target_NK: Tensor, ids_NK: Tensor, total_N: Tensor) -> Tensor:
-        return top_k_kl(target_NK, ids_NK, total_N, head(hidden_ND))
-
-    rows = hidden_BLD[accepted_BL], target_BLK[accepted_BL], ids_BLK[accepted_BL], total_BL[accepted_BL]
-    return mean_over_sets(over_chunks(value_of, rows, chunk), accepted_BL)
-
-
-def hidden_consistency(head: Head, hidden_BLD: Tensor, later_BLD: Tensor, open_BL: Tensor, chunk: int = CHUNK) -> Tensor:
-    """CDLM equation 5 from hidden rows of both states: mean over S_y of KL(stopgrad(student at y*) || student at y)."""
-    def value_of(hidden_ND: Tensor, later_ND: Tensor) -> Tensor:
-        with torch.no_grad():
-            target_NV = head(later_ND)
-        return forward_kl(target_NV, head(hidden_ND))
-
-    return mean_over_sets(over_chunks(value_of, (hidden_BLD[open_BL], later_BLD[open_BL].detach()), chunk), open_BL)
 
 
 def tidar_weights(alpha: float) -> dict[str, float]:
