@@ -7,7 +7,7 @@ Each loss stands here twice: of logits, which is the definition, and `..._from_h
 them. The second gives the same number and gradients, asks the head only about slots that count, and holds the logits of one chunk of
 slots at a time, in the backward too, where they are computed again: what it holds does not grow with vocabulary times length.
 
-Shapes: B rows, L tokens, N chosen slots, D width, V vocabulary. Sources are given per function; CDLM is arXiv 2511.19269.
+Shapes: B rows, L tokens, N chosen slots, D width, V vocabulary, K stored tokens of a slot. Sources are given per function; CDLM is arXiv 2511.19269.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[Tensor], Tensor]  # hidden rows [..., D] -> logits [..., V]
-CHUNK_VALUES = 1 << 25  # logits of a chunk: 128 MiB in fp32, of which a loss holds a few copies
+CHUNK_VALUES = 1 << 23  # logits of a chunk: 32 MiB in fp32, of which a loss holds a few copies
 
 
 def mean_over_sets(value_N: Tensor, set_BL: Tensor) -> Tensor:
@@ -158,6 +158,38 @@ def masked_diffusion_from_hidden(
 def next_token_from_hidden(hidden_BLD: Tensor, head: Head, target_BL: Tensor, asked_BL: Tensor, vocab: int) -> Tensor:
     """`next_token` of hidden rows."""
     return mean_over_sets(cross_entropy_from_hidden(hidden_BLD[asked_BL], head, target_BL[asked_BL], vocab), asked_BL)
+
+
+def top_k_kl(target_NK: Tensor, ids_NK: Tensor, total_N: Tensor, logits_NV: Tensor) -> Tensor:
+    """KL(target || softmax(logits)) of each row over K named tokens and "any other", in nats and fp32, [N].
+
+    target_NK: the target's logits of the tokens ids_NK. total_N: logsumexp of all its logits, so a named token has the probability that
+    it has among all. Lumping the others together can only bring the divergence down (log-sum inequality); with K = V it is `forward_kl`.
+    """
+    log_q_NK = F.log_softmax(logits_NV.float(), dim=-1).gather(-1, ids_NK)
+    log_p_NK = target_NK.detach().float() - total_N.detach().float()[:, None]
+    named_N = (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=-1)
+    if ids_NK.shape[-1] == logits_NV.shape[-1]:
+        return named_N
+    # Sums of probabilities leave about 1e-7 of rounding; a probability below that is none.
+    other_p_N, other_q_N = ((1.0 - log_NK.exp().sum(dim=-1)).clamp(min=1e-7) for log_NK in (log_p_NK, log_q_NK))
+    return named_N + other_p_N * (other_p_N.log() - other_q_N.log())
+
+
+def top_k_distillation_from_hidden(
+    hidden_BLD: Tensor, head: Head, target_BLK: Tensor, ids_BLK: Tensor, total_BL: Tensor, accepted_BL: Tensor, vocab: int
+) -> Tensor:
+    """CDLM equation 4 where the K largest of the teacher's logits are stored: mean over U_y of KL(teacher || student), see `top_k_kl`.
+
+    hidden_BLD: the student's rows at state y. target_BLK, ids_BLK, total_BL: the teacher's logits, not divided by a temperature, in the
+    step that led to y*. accepted_BL: U_y, the slots that are open in y and accepted in y*.
+    """
+
+    def score(logits_CV: Tensor, target_CK: Tensor, ids_CK: Tensor, total_C: Tensor) -> Tensor:
+        return top_k_kl(target_CK, ids_CK, total_C, logits_CV)
+
+    chosen = (rows[accepted_BL] for rows in (hidden_BLD, target_BLK, ids_BLK, total_BL))
+    return mean_over_sets(by_chunks(score, head, *chosen, vocab=vocab), accepted_BL)
 
 
 def tidar_weights(alpha: float) -> dict[str, float]:

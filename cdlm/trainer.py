@@ -577,8 +577,8 @@ def uniform_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, 
     asked_BN = torch.arange(longest, device=first_B.device) < batch["length"][:, None]
     everywhere = torch.ones_like(clean_BS, dtype=torch.bool)
     return {
-        "diffusion": losses.cross_entropy(model.head, canvas_BSD, clean_BS, everywhere),
-        "ar": losses.cross_entropy(model.head, row_BLD[:, prompt:], ids_BL[:, prompt:], asked_BN),
+        "diffusion": losses.next_token_from_hidden(canvas_BSD, model.head, clean_BS, everywhere, model.vocab),
+        "ar": losses.next_token_from_hidden(row_BLD[:, prompt:], model.head, ids_BL[:, prompt:], asked_BN, model.vocab),
     }
 
 
@@ -626,18 +626,23 @@ def canvas_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, T
         seen = Seen(batch["seen"], batch["seen_ids"], batch["told"])
         row_BSD = model.answer_hidden(prompt, valid, batch["y"], size, seen)
         if args.distill_weight:
-            out["distill"] = losses.top_k_distillation(
-                model.head, row_BSD, batch["target"], batch["target_ids"], batch["target_total"], batch["open"] & ~batch["open_star"]
+            out["distill"] = losses.top_k_distillation_from_hidden(
+                row_BSD, model.head, batch["target"], batch["target_ids"], batch["target_total"], batch["open"] & ~batch["open_star"],
+                model.vocab,
             )
         if args.consistency_weight:
             with torch.no_grad(), eval_mode(model.hf):
                 seen_star = Seen(batch["seen_star"], batch["seen_star_ids"])
                 later_BSD = model.answer_hidden(prompt, valid, batch["y_star"], size, seen_star)
-            out["consistency"] = losses.hidden_consistency(model.head, row_BSD, later_BSD, batch["open"] & batch["open_star"])
+            open_both_BS = batch["open"] & batch["open_star"]
+            out["consistency"] = losses.consistency_from_hidden(
+                row_BSD, model.head, later_BSD, model.head, open_both_BS, model.vocab
+            )
     if args.dlm_weight:
         noisy_BS = _canvas_noise(trainer, batch, batch["answer"])
         row_BSD = model.answer_hidden(batch["reference"], batch["reference_valid"], noisy_BS, size)
-        out["dlm"] = losses.cross_entropy(model.head, row_BSD, batch["answer"], torch.ones_like(noisy_BS, dtype=torch.bool))
+        everywhere = torch.ones_like(noisy_BS, dtype=torch.bool)
+        out["dlm"] = losses.next_token_from_hidden(row_BSD, model.head, batch["answer"], everywhere, model.vocab)
     return out
 
 

@@ -127,6 +127,8 @@ class DiffusionLM(nn.Module):
     """A stock transformers decoder with the facts of a diffusion LM. `hf` is the transformers model, LoRA layers included."""
 
     hf: Any
+    objectives: tuple[str, ...] = ("cdlm", "mdlm", "bd3lm", "ar", "tidar")  # what its forwards can be trained for
+    redecides = False  # whether a step decides every slot anew, so that what a teacher did is told by its states
     commits_apart = False  # whether committing takes a forward of its own, in place of going along with a block's first step
     whole_blocks = False  # whether a block has all its slots also where the budget ends inside it
     own_attention: str | None = None  # transformers' attention that the model must have, where this package's can't say its masks
@@ -159,6 +161,11 @@ class DiffusionLM(nn.Module):
     def head(self) -> nn.Module:
         """Final-norm hidden rows -> the model's logits: lm_head, and what the model does behind it."""
         return self.hf.get_output_embeddings()
+
+    @property
+    def vocab(self) -> int:
+        """V, the logits of a row."""
+        return self.text_config.vocab_size
 
     @property
     def unmergeable(self) -> str | None:
@@ -235,6 +242,12 @@ class DiffusionLM(nn.Module):
         ids_BL = torch.cat([prompt_BP, slots_BN], dim=1)
         valid_BL = torch.cat([prompt_valid_BP, torch.ones_like(slots_BN, dtype=torch.bool)], dim=1)
         return self.sequence_hidden(ids_BL, valid_BL, prompt_valid_BP.sum(dim=1), block_length)[:, prompt_BP.shape[1] :]
+
+    def text_and_canvas(
+        self, ids_BL: Tensor, valid_BL: Tensor, start_B: Tensor, canvas_BS: Tensor, told_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of clean text and of one canvas a row behind part of it; only models that have canvases can."""
+        raise ValueError(f"family {self.family}: this model has no canvases; objective uniform is for models that have")
 
     def sequence_logits(self, *args, **kwargs) -> Tensor:
         """Aligned logits of whole sequences, [B, L, V]; arguments as in `sequence_hidden`."""
