@@ -17,7 +17,7 @@ Folder, format version 1: collection.json, shards and manifest.json as in `traje
 Shapes: B rows, F steps (forwards of the decoder) of a row's canvases one after another, S slots of a canvas, k stored tokens, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -27,7 +27,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cdlm import trajectories
+from cdlm import data, trajectories, unmask
+from cdlm.decode import DecodeConfig, Step, decode
+from cdlm.families.base import DiffusionLM
 
 SCHEMA = {
     "id": "number of the trajectory",
@@ -120,6 +122,83 @@ class CanvasTrajectory:
         for canvas, steps in enumerate(self.steps):
             for step in range(steps + 1):
                 yield self.state(canvas, step)
+
+
+class Recorder:
+    """Decoding callback that keeps every step of every row of a batch: values of SCHEMA's names, and the k largest logits."""
+
+    def __init__(self, model: DiffusionLM, config: DecodeConfig, batch: int, top_k: int):
+        self.model, self.config, self.top_k = model, config, min(top_k, model.vocab)
+        self.values: list[list[dict[str, Any]]] = [[] for _ in range(batch)]
+        self.tensors: list[list[dict[str, Tensor]]] = [[] for _ in range(batch)]
+
+    def __call__(self, step: Step) -> None:
+        steps, t_min, t_max = self.config.max_denoising_steps, self.config.t_min, self.config.t_max
+        assert steps is not None and t_min is not None and t_max is not None
+        temperature = float(unmask.temperature(step.step, steps, t_min, t_max))
+        for place, row in enumerate(step.row_A.tolist()):
+            logits_SV = self.model.head(step.hidden_ASD[place]).float()  # a row at a time: [S, V] of a large vocabulary is large
+            value_SK, ids_SK = logits_SV.topk(self.top_k, dim=-1)
+            self.tensors[row].append({
+                "logits": value_SK[None].to(torch.float16).cpu(), "ids": ids_SK[None].to(torch.int32).cpu(),
+                "total": logits_SV.logsumexp(dim=-1)[None].cpu(),
+            })
+            self.values[row].append({
+                "block": step.block, "left": steps - step.step, "temperatures": temperature,
+                "canvas": step.before_AS[place].tolist(), "accepted": step.reveal_AS[place].tolist(),
+                "argmax": step.output_AS[place].tolist(),
+            })
+
+
+def collect(
+    model: DiffusionLM, examples: list[data.Example], folder: Path, *, config: DecodeConfig, top_k: int, batch_size: int, shard_size: int,
+    seed: int, screen: trajectories.Screen, right: Callable[[data.Example, list[int]], bool], request: dict[str, Any],
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Decode every prompt once into `folder` as `config` says, and return the manifest; the rest as in `trajectories.collect`.
+
+    A row draws from a seed of its own, so a shard's content depends on the request alone.
+    """
+
+    def batch_of(
+        model: DiffusionLM, jobs: list[tuple[int, tuple[data.Example, float]]], *_: Any
+    ) -> trajectories.Collected:
+        return _decode_batch(model, [(number, example) for number, (example, _) in jobs], config, top_k, seed, screen, right)
+
+    return trajectories.collect(
+        model, examples, folder, config=config, temperatures=[0.0], batch_size=batch_size, shard_size=shard_size, seed=seed, screen=screen,
+        right=right, request=request, say=say, batch_of=batch_of, schema=SCHEMA,
+    )
+
+
+def _decode_batch(
+    model: DiffusionLM, jobs: list[tuple[int, data.Example]], config: DecodeConfig, top_k: int, seed: int, screen: trajectories.Screen,
+    right: Callable[[data.Example, list[int]], bool],
+) -> trajectories.Collected:
+    """Trajectories of a batch, the logits of all steps beside each."""
+    seeds = [data.sample_seed(seed, number) for number, _ in jobs]
+    prompts, valid = data.pad_left([example.prompt_ids for _, example in jobs], model.facts.pad_token_id)
+    recorder = Recorder(model, config, len(jobs), top_k)
+    out = decode(model, prompts.to(model.device), valid.to(model.device), config, callback=recorder, seeds=seeds)
+    rows: trajectories.Collected = []
+    for row, (number, example) in enumerate(jobs):
+        kept, tensors = recorder.values[row], recorder.tensors[row]
+        last = [step for step, following in zip(kept, [*kept[1:], None], strict=True)
+                if following is None or following["block"] != step["block"]]  # of each canvas; what it left is the finished canvas
+        tokens = [token for step in last for token in step["argmax"]]
+        within = tokens[: config.max_new_tokens]
+        ends = [i for i, token in enumerate(within) if token in model.facts.eos_token_ids]
+        answer_ids, stop = (within[: ends[0]], "eos") if ends else (within, "length")
+        rows.append(({
+            "id": number, "example": example.index, "group": example.group, "seed": seeds[row],
+            "prompt_ids": example.prompt_ids, "answer_ids": example.answer_ids, "tokens": tokens,
+            "steps": [sum(step["block"] == end["block"] for step in kept) for end in last],
+            **{name: [step[name] for step in kept] for name in ("left", "temperatures")},
+            **{name: [value for step in kept for value in step[name]] for name in ("canvas", "accepted", "argmax")},
+            "decoded": out.decoded_tokens[row], "stop": stop,
+            "screened": screen.reason(answer_ids, stop, right(example, answer_ids)),
+        }, {name: torch.cat([step[name] for step in tensors]) for name in tensors[0]}))  # fmt: skip
+    return rows
 
 
 def load(folder: Path) -> "Canvases | trajectories.Trajectories":

@@ -7,7 +7,8 @@ Each loss stands here twice: of logits, which is the definition, and `..._from_h
 them. The second gives the same number and gradients, asks the head only about slots that count, and holds the logits of one chunk of
 slots at a time, in the backward too, where they are computed again: what it holds does not grow with vocabulary times length.
 
-Shapes: B rows, L tokens, N chosen slots, D width, V vocabulary, K stored tokens of a slot. Sources are given per function; CDLM is arXiv 2511.19269.
+Shapes: B rows, L tokens, N chosen slots, D width, V vocabulary, K stored tokens of a slot. Sources are given per function; CDLM is
+arXiv 2511.19269.
 """
 
 from collections.abc import Callable

@@ -81,17 +81,37 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Sampler:
+    """How a model decodes that decides every slot of a canvas at every step; see decode.DecodeConfig. The values are transformers' own.
+
+    max_denoising_steps: of a canvas. entropy_threshold: what transformers calls confidence_threshold.
+    """
+
+    max_denoising_steps: int = 48
+    entropy_bound: float = 0.1
+    t_min: float = 0.4
+    t_max: float = 0.8
+    stability_threshold: int = 1
+    entropy_threshold: float = 0.005
+
+
+@dataclass(frozen=True)
 class Decode:
     """max_new_tokens is the budget L_g, block_length is B, confidence_threshold the student's own tau.
 
     Of objective tidar block_length is K, the tokens of a draft, and proposals is M, the blocks of masks that stand behind the drafts in a
     forward: a number from 1 to K, null for K (the paper's), or auto: the most that are free on the recipe's `hardware`, see roofline.py.
+
+    sampler: of a model that decides every slot at every step, which has no threshold: how the teacher decodes. student_sampler: how the
+    student does (null: as the teacher).
     """
 
     max_new_tokens: int
     block_length: int
     confidence_threshold: float = 0.9
     proposals: int | str | None = None
+    sampler: Sampler | None = None
+    student_sampler: Sampler | None = None
 
 
 @dataclass(frozen=True)
@@ -460,6 +480,9 @@ def check(recipe: Recipe) -> None:
     within("decode.max_new_tokens", d.max_new_tokens, 1)
     within("decode.block_length", d.block_length, 1)
     within("decode.confidence_threshold", d.confidence_threshold, 0, 1)
+    for name, sampler in (("sampler", d.sampler), ("student_sampler", d.student_sampler)):
+        if sampler is not None:
+            _check_sampler(f"decode.{name}", sampler, within)
     within("data.max_prompt_tokens", r.data.max_prompt_tokens, 1)
     if d.max_new_tokens % d.block_length:
         raise ValueError(
@@ -571,6 +594,15 @@ def check(recipe: Recipe) -> None:
         for name in ("config", "tokenizer"):
             if not r.path(getattr(r.scratch, name)).exists():
                 raise ValueError(f"scratch.{name}: nothing at {r.path(getattr(r.scratch, name))}")
+
+
+def _check_sampler(name: str, sampler: Sampler, within: typing.Callable[..., None]) -> None:
+    """Limits of a sampler's values."""
+    within(f"{name}.max_denoising_steps", sampler.max_denoising_steps, 1)
+    within(f"{name}.stability_threshold", sampler.stability_threshold, 0)
+    for key in ("entropy_bound", "entropy_threshold", "t_max"):
+        within(f"{name}.{key}", getattr(sampler, key), 1e-9)
+    within(f"{name}.t_min", sampler.t_min, 0, sampler.t_max)
 
 
 def _check_drafts(r: Recipe) -> None:

@@ -26,7 +26,7 @@ from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.families import causal, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
-from cdlm.recipe import Recipe
+from cdlm.recipe import Collect, Recipe, Sampler
 
 STAGES = ("collect", "train", "evaluate", "export")
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
@@ -332,6 +332,12 @@ class Run:
             max_new_tokens=d.max_new_tokens, block_length=d.block_length, confidence_threshold=d.confidence_threshold
         )
 
+    def sampler(self, which: str) -> DecodeConfig:
+        """How "teacher" or "student" decodes where every step decides every slot."""
+        d = self.recipe.decode
+        own = (d.student_sampler if which == "student" else None) or d.sampler or Sampler()
+        return DecodeConfig(max_new_tokens=d.max_new_tokens, block_length=d.block_length, order="entropy", **asdict(own))
+
     def weights_hash(self) -> str:
         r = self.recipe
         if r.scratch is not None:
@@ -355,8 +361,11 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
     data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key")}
-    decode = {k: v for k, v in r.section("decode")["decode"].items() if k not in ("confidence_threshold", "proposals")}
+    unread = ("confidence_threshold", "proposals", "student_sampler", *(("sampler",) if r.decode.sampler is None else ()))
+    decode = {k: v for k, v in r.section("decode")["decode"].items() if k not in unread}
     made = {**base, "data": data_keys, **r.section("collect"), "decode": decode}
+    if made["collect"] is not None and made["collect"]["top_k"] == Collect.top_k:
+        del made["collect"]["top_k"]  # as `plain` below
     if r.data.prompts is not None:
         made["prompts"] = run.data_hash("prompts")
     if r.trajectories is not None:
@@ -370,6 +379,9 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": run.data_hash("test")}
+    for name in ("sampler", "student_sampler"):
+        if measured["decode"][name] is None:
+            del measured["decode"][name]
     if r.evaluate.autoregressive is not None:
         measured["autoregressive"] = trajectories.folder_hash(r.path(r.evaluate.autoregressive))
     if r.train.objective == "tidar":
@@ -411,6 +423,9 @@ def collect(run: Run) -> None:
     model = run.load_teacher()
     tokenizer = run.tokenizer(model.facts)
     examples = run.examples(tokenizer, "prompts", c.num_prompts)
+    if model.redecides:
+        _collect_canvases(run, model, tokenizer, examples)
+        return
     count = len(examples) * len(c.temperatures)
     width = slots(model.facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
     size = trajectories.hidden_bytes(count, width, model.hf.config.hidden_size)
@@ -426,6 +441,28 @@ def collect(run: Run) -> None:
         seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,
     )
     run.say(f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
+
+
+def _collect_canvases(run: Run, model: DiffusionLM, tokenizer: Any, examples: list[data.Example]) -> None:
+    """The same of a teacher that decides every slot at every step; see canvases.py."""
+    r, c = run.recipe, run.recipe.collect
+    assert c is not None
+    config = changed(run.sampler("teacher"), stop_at_eos=c.stop_at_eos)
+    size = canvases.step_bytes(r.decode.block_length, min(c.top_k, model.vocab))
+    most = len(examples) * config.blocks * (config.max_denoising_steps or 0) * size
+    run.say(
+        f"collect: {len(examples)} trajectories of up to {config.blocks} canvases and {config.max_denoising_steps} steps a canvas, "
+        f"{min(c.top_k, model.vocab)} logits a slot, {size:,} bytes a step ({most / 2**20:.1f} MiB at most), into {run.trajectories}"
+    )
+    manifest = canvases.collect(
+        model, examples, run.trajectories, right=lambda example, ids: example.is_right(tokenizer.decode(ids)), config=config, top_k=c.top_k,
+        batch_size=c.batch_size, shard_size=c.shard_size, seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)),
+        request=request_of(run, "collect"), say=run.say,
+    )
+    run.say(
+        f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}; "
+        f"{manifest['bytes']:,} bytes"
+    )
 
 
 # ---- train -----------------------------------------------------------------------------------------------------------

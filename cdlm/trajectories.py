@@ -253,8 +253,10 @@ def collect(
     right: whether the tokens of an answer are a right one, for the screen.
     batch_of: decodes a batch, with the arguments of `_decode_batch`; schema: what its rows hold. (Another kind of trajectory: canvases.py.)
     """
-    batch_of = batch_of or _decode_batch
-    asked = teacher_decoding(model.facts, config.max_new_tokens, config.block_length, stop_at_eos=config.stop_at_eos)
+    asked = config
+    if batch_of is None:
+        batch_of = _decode_batch
+        asked = teacher_decoding(model.facts, config.max_new_tokens, config.block_length, stop_at_eos=config.stop_at_eos)
     claim(folder, folder / "collection.json", request)
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
