@@ -26,7 +26,7 @@ BASELINES = (
 )
 OTHER_MODEL = "autoregressive_model"  # needs evaluate.autoregressive
 METHODS_OF = {  # objective -> what can be measured after it
-    "cdlm": METHODS, "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
+    "cdlm": (*METHODS, "transformers_generate"), "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
     "ar": ("autoregressive",), "uniform": ("teacher", "teacher_truncated", "transformers_generate"),
     "tidar": (
         "autoregressive", "student_autoregressive", "tidar", "tidar_linear", "tidar_mix", "transformers_greedy", "prompt_lookup",
@@ -432,7 +432,8 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
         train = dataclasses.replace(recipe.train, dlm_weight=0.01 * recipe.decode.max_new_tokens)
         recipe = dataclasses.replace(recipe, train=train)
     if recipe.evaluate.methods is None:
-        methods = list(METHODS_OF.get(recipe.train.objective, METHODS))
+        methods = [name for name in METHODS_OF.get(recipe.train.objective, METHODS)
+                   if recipe.train.objective != "cdlm" or name != "transformers_generate"]  # of models that have one for diffusion
         methods += [OTHER_MODEL] if recipe.evaluate.autoregressive is not None else []
         if recipe.train.objective == "tidar" and recipe.evaluate.draft_model is None:
             methods.remove("assisted")

@@ -48,7 +48,7 @@ def stages_of(recipe: Recipe) -> list[str]:
 def agree(found: Any, there: Any, model: str, copy: str) -> None:
     """Refuse a model whose sizes are not those of the recipe's copy of its config.json."""
     for name in SIZES:
-        a, b = getattr(found, name, None), getattr(there, name, None)
+        a, b = (getattr(config.get_text_config(), name, None) for config in (found, there))
         if a != b:
             raise ValueError(f"{model} has {name} {a!r}; {copy} (the recipe's config) says {b!r}: not the model of this recipe")
 

@@ -678,5 +678,7 @@ def add_lora(model: DiffusionLM, *, rank: int, alpha: int, targets: list[str], d
     from peft import LoraConfig, get_peft_model
 
     match_targets(model.hf, targets)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=model.left_alone, lora_dropout=dropout, bias="none"
+    )
     return get_peft_model(model.hf, config)

@@ -131,6 +131,7 @@ class DiffusionLM(nn.Module):
     redecides = False  # whether a step decides every slot anew, so that what a teacher did is told by its states
     commits_apart = False  # whether committing takes a forward of its own, in place of going along with a block's first step
     whole_blocks = False  # whether a block has all its slots also where the budget ends inside it
+    left_alone: str | None = None  # a regular expression for the names of modules that no adapter goes on
     own_attention: str | None = None  # transformers' attention that the model must have, where this package's can't say its masks
     masks_suffice = True  # whether positions and a mask say all that a forward must know; not where layers mix neighbouring rows
 

@@ -90,6 +90,7 @@ class DiffusionGemmaLM(DiffusionLM):
     redecides = True
     commits_apart = True
     whole_blocks = True
+    left_alone = r".*(vision_tower|embed_vision).*"
     own_attention = "sdpa"
 
     def __init__(self, hf: nn.Module, facts: Facts, family: str):
