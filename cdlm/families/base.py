@@ -139,7 +139,10 @@ class DiffusionLM(nn.Module):
     """A stock transformers decoder with the facts of a diffusion LM. `hf` is the transformers model, LoRA layers included."""
 
     hf: Any
+    objectives: tuple[str, ...] = ("cdlm", "mdlm", "bd3lm", "ar", "tidar")  # what its forwards can be trained for
+    redecides = False  # whether a step decides every slot anew, so that what a teacher did is told by its states
     commits_apart = False  # whether committing takes a forward of its own, in place of going along with a block's first step
+    left_alone: str | None = None  # a regular expression for the names of modules that no adapter goes on
     own_attention: str | None = None  # transformers' attention that the model must have, where this package's can't say its masks
     masks_suffice = True  # whether positions and a mask say all that a forward must know; not where layers mix neighbouring rows
 
@@ -180,6 +183,11 @@ class DiffusionLM(nn.Module):
         """Have the checkpoint say that it decodes so, in what `hf.save_pretrained` writes; values of `decode.DecodeConfig`."""
         if "confidence_threshold" in values:
             self.hf.config.confidence_threshold = values["confidence_threshold"]
+
+    @property
+    def vocab(self) -> int:
+        """V, the logits of a row."""
+        return self.text_config.vocab_size
 
     @property
     def unmergeable(self) -> str | None:
@@ -256,6 +264,12 @@ class DiffusionLM(nn.Module):
         ids_BL = torch.cat([prompt_BP, slots_BN], dim=1)
         valid_BL = torch.cat([prompt_valid_BP, torch.ones_like(slots_BN, dtype=torch.bool)], dim=1)
         return self.sequence_hidden(ids_BL, valid_BL, prompt_valid_BP.sum(dim=1), block_length)[:, prompt_BP.shape[1] :]
+
+    def text_and_canvas(
+        self, ids_BL: Tensor, valid_BL: Tensor, start_B: Tensor, canvas_BS: Tensor, told_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of clean text and of one canvas a row behind part of it; only models that have canvases can."""
+        raise ValueError(f"family {self.family}: this model has no canvases; objective uniform is for models that have")
 
     def sequence_logits(self, *args, **kwargs) -> Tensor:
         """Aligned logits of whole sequences, [B, L, V]; arguments as in `sequence_hidden`."""

@@ -57,6 +57,23 @@ def facts(config: dict[str, Any]) -> Facts:
     return Facts(mask_token_id=None, eos_token_ids=ends, pad_token_id=ends[0] if pad is None else pad, **stated(config))
 
 
+def start(hf: Any, *, copying: bool) -> None:
+    """What a model from nothing needs beside weights N(0, 1 / fan_in). Embeddings are multiplied with the root of the width and are the
+    head too, so they start as N(0, 1 / width). Attention has the scale 1: the norms of queries and keys start at head_dim ** -1/4, so
+    that scores are N(0, 1) all the same. copying: each o_proj is the transpose of what makes its values, which is k_proj in full layers.
+    """
+    table = hf.get_input_embeddings().weight
+    table.normal_(0.0, table.shape[1] ** -0.5)
+    for module in hf.model.decoder.modules():  # the encoder's weights too
+        if not hasattr(module, "q_norm"):
+            continue
+        for norm in (module.q_norm, module.k_norm):
+            norm.weight.fill_(module.head_dim**-0.25)
+        if copying:
+            value = (module.k_proj if module.v_proj is None else module.v_proj).weight.unflatten(0, (-1, module.head_dim))
+            module.o_proj.weight.copy_(value.repeat_interleave(module.num_key_value_groups, dim=0).flatten(0, 1).T)
+
+
 class CappedHead(nn.Module):
     """lm_head and the cap behind it: cap tanh(logits / cap), in fp32."""
 
@@ -71,7 +88,10 @@ class CappedHead(nn.Module):
 class DiffusionGemmaLM(DiffusionLM):
     """DiffusionGemma's two modes as one diffusion LM. `hf` is DiffusionGemmaForBlockDiffusion, adapters included."""
 
+    objectives = ("uniform", "cdlm")
+    redecides = True
     commits_apart = True
+    left_alone = r".*(vision_tower|embed_vision).*"
     own_attention = "sdpa"
 
     def __init__(self, hf: nn.Module, facts: Facts, family: str):
@@ -108,10 +128,10 @@ class DiffusionGemmaLM(DiffusionLM):
             return None
         return "encoder and decoder read the same weights, each with an adapter of its own; merging either would change or untie the other"
 
-    def _encode(self, ids_BC: Tensor, valid_BC: Tensor, position_BC: Tensor, cache: BlockCache | None) -> Tensor:
+    def _encode(self, ids_BC: Tensor, valid_BC: Tensor, position_BC: Tensor, cache: "BlockCache | _Written | None") -> Tensor:
         """Raw rows of causal text behind what is committed, [B, C, D]; with a cache, keys and values are written into its room."""
         key_position, key_valid = position_BC, valid_BC
-        if cache is not None:
+        if isinstance(cache, BlockCache):
             key_position = torch.cat([cache.position_BK, position_BC], dim=1)
             key_valid = torch.cat([cache.valid_BK, valid_BC], dim=1)
         seen = masks.dense(masks.clean(position_BC, key_position, key_valid))
@@ -156,6 +176,12 @@ class DiffusionGemmaLM(DiffusionLM):
         soft_BSD = torch.einsum("bsk,bskd->bsd", weight_BSK, table(seen.ids_BSK))
         if seen.on_B is not None:
             soft_BSD = soft_BSD * seen.on_B[:, None, None].to(soft_BSD.dtype)
+        with self._told_embedding(soft_BSD):
+            yield
+
+    @contextlib.contextmanager
+    def _told_embedding(self, soft_BSD: Tensor) -> Iterator[None]:
+        """Inside, self-conditioning is told these embeddings in place of zeros."""
         hook = self.hf.model.decoder.self_conditioning.register_forward_pre_hook(lambda module, given: (given[0], soft_BSD))
         try:
             yield
@@ -171,11 +197,56 @@ class DiffusionGemmaLM(DiffusionLM):
         self.commit(prompt_BP, prompt_valid_BP, cache, slots_BN.shape[1])
         return self._refine(slots_BN, cache, seen)
 
+    def text_and_canvas(
+        self, ids_BL: Tensor, valid_BL: Tensor, start_B: Tensor, canvas_BS: Tensor, told_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The encoder over clean text and the decoder over one canvas a row that begins at column start_B of it, in one pass of each:
+        rows as of `clean_hidden` [B, L, D], and as of `answer_hidden` with the text before the canvas as its prompt [B, S, D].
+
+        told_B: rows whose self-conditioning is told what a first pass over the same canvas, without gradients and told nothing, saw: the
+        mean embedding under its probabilities, not divided by a temperature.
+        """
+        position_BL, text = masks.positions(valid_BL), _Written(len(self.text_config.layer_types))
+        row_BLD = self._encode(ids_BL, valid_BL, position_BL, text)
+        column_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
+        before_BL = valid_BL & (column_L < start_B[:, None])
+        near_BL = before_BL & (column_L >= start_B[:, None] - (self.text_config.sliding_window - 1))
+        canvas = torch.ones_like(canvas_BS, dtype=torch.bool)
+        mask = {
+            kind: torch.cat([seen_BL, canvas], dim=1)[:, None, None, :].expand(-1, 1, canvas_BS.shape[1], -1)
+            for kind, seen_BL in ((FULL, before_BL), (SLIDING, near_BL))
+        }
+        first_B1 = (valid_BL & (column_L < start_B[:, None])).sum(dim=1, keepdim=True)
+        position_BS = first_B1 + torch.arange(canvas_BS.shape[1], device=ids_BL.device)
+
+        def refine() -> Tensor:
+            return self.hf.model.decoder(
+                decoder_input_ids=canvas_BS, cache=text, decoder_attention_mask=mask, decoder_position_ids=position_BS,
+            ).last_hidden_state
+
+        if not bool(told_B.any()):
+            return self._shifted(row_BLD), refine()
+        with torch.no_grad():
+            soft_BSD = self._mean_embedding(refine()) * told_B[:, None, None]
+        with self._told_embedding(soft_BSD):
+            return self._shifted(row_BLD), refine()
+
+    def _mean_embedding(self, row_BSD: Tensor, values: int = 1 << 23) -> Tensor:
+        """The mean embedding under each row's probabilities, [B, S, D], with at most `values` logits held at a time."""
+        table = self.hf.model.decoder.embed_tokens
+        parts = row_BSD.flatten(0, 1).split(max(1, values // table.weight.shape[0]))
+        soft = [self.head(part).softmax(dim=-1, dtype=torch.float32).to(table.weight.dtype) @ table.weight for part in parts]
+        return (torch.cat(soft) * table.embed_scale.to(table.weight.dtype)).view_as(row_BSD)
+
+    @staticmethod
+    def _shifted(row_BLD: Tensor) -> Tensor:
+        """Causal rows such that row i predicts token i."""
+        return torch.cat([torch.zeros_like(row_BLD[:, :1]), row_BLD[:, :-1]], dim=1)
+
     def clean_hidden(self, ids_BL: Tensor, valid_BL: Tensor) -> Tensor:
         """Aligned rows of the encoder over clean text, [B, L, D]: row i is the causal row before token i, and predicts it. The first
         real token of a row is predicted by nothing: its row means nothing."""
-        row_BLD = self._encode(ids_BL, valid_BL, masks.positions(valid_BL), None)
-        return torch.cat([torch.zeros_like(row_BLD[:, :1]), row_BLD[:, :-1]], dim=1)
+        return self._shifted(self._encode(ids_BL, valid_BL, masks.positions(valid_BL), None))
 
     def denoise(
         self, block_BS: Tensor, cache: BlockCache, block_length: int, commit: tuple[Tensor, Tensor] | None = None, seen: Seen | None = None,
@@ -227,6 +298,19 @@ class _Prefix:
 
     def valid(self, kind: str) -> Tensor:
         return self.cache.valid_BK[:, self.first(kind) :]
+
+
+class _Written:
+    """Keys and values of one encoder pass, in the form that the decoder reads; gradients flow through them."""
+
+    is_compileable = False
+
+    def __init__(self, layers: int):
+        self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.layers[layer] = SimpleNamespace(keys=key_states, values=value_states)
+        return key_states, value_states
 
 
 class _Nothing:

@@ -5,6 +5,7 @@
 "copying"  fan_in, and two matrices start as partners of others: lm_head is the embedding scaled by width ** -0.5, and each
            o_proj is the transpose of its v_proj. So a head that attends to a token raises that token's logit from the
            first step on, and attention learns where to look without waiting for a copying circuit to form by chance.
+A family whose layers need something else has a `start` of its own, which comes after these.
 """
 
 from pathlib import Path
@@ -37,7 +38,7 @@ def _copying(hf: Any) -> None:
     if head is not embedding:
         head.copy_(embedding * embedding.shape[1] ** -0.5)
     for name, module in hf.named_modules():
-        if hasattr(module, "v_proj") and hasattr(module, "o_proj"):
+        if hasattr(module, "v_proj") and hasattr(module, "o_proj") and hf.config.model_type != diffusion_gemma.MODEL_TYPE:
             if module.o_proj.weight.shape != module.v_proj.weight.T.shape:
                 raise ValueError(
                     f"init copying: {name}.o_proj is {tuple(module.o_proj.weight.shape)}, the transpose of v_proj is "
@@ -84,5 +85,7 @@ def build(
             _fan_in(hf)
         if init == "copying":
             _copying(hf)
+        if init != "default" and config.model_type == diffusion_gemma.MODEL_TYPE:
+            diffusion_gemma.start(hf, copying=init == "copying")
     hf.generation_config.eos_token_id, hf.generation_config.pad_token_id = config.eos_token_id, config.pad_token_id
     return wrap(hf, facts, native.NAME)
