@@ -7,12 +7,14 @@ not on this machine the recipe's counts and limits stand for them, which makes t
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cdlm import ablate, data, families, roofline
+from cdlm.canvases import step_bytes
 from cdlm.decode import slots
+from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 from cdlm.stages import STAGES, Run, is_done, proposals_of, stages_of
 from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
@@ -66,18 +68,20 @@ class Plan:
         self.inputs = run.check_inputs(everything=False)
         self.parameters = sum(p.numel() for p in self.inputs.model.parameters())
         self.config = self.inputs.model.config
+        self.sizes = self.config.get_text_config()
+        self.redecides = families.CLASSES.get(self.config.model_type, DiffusionLM).redecides
         self.stored = read_manifest(run.trajectories)["kept"] if r.trajectories else None  # trajectories that a recipe names
         self.prompts = _questions(r, self.inputs.prompts, r.collect.num_prompts if r.collect else self.stored or r.train.num_examples)
         self.tests = _questions(r, self.inputs.tests, r.evaluate.num_prompts)
         card = hardware or r.hardware
         self.card = roofline.card(card) if card is not None else None
         self.shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source)) if self.card else None
-        self.speed = machine_flops(self.config.hidden_size) * EFFICIENCY if self.card is None and r.device == "cpu" else None
+        self.speed = machine_flops(self.sizes.hidden_size) * EFFICIENCY if self.card is None and r.device == "cpu" else None
         self.total = 0.0
         # The slots that a teacher fills, and how: as a block diffusion model with a cache if it is one, else over the whole sequence.
         facts, self.slots, self.teacher = self.inputs.facts, r.decode.max_new_tokens, ("dlm", r.decode.block_length)
         if facts is not None:
-            self.slots = slots(facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
+            self.slots = slots(facts, r.decode.max_new_tokens, r.decode.block_length)
             own = teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
             self.teacher = ("block" if own.block_causal else "dlm", own.block_length)
 
@@ -109,6 +113,10 @@ class Plan:
             f"recipe      {r.name} -> {run.out}",
             f"model       {r.model or self.inputs.source}: {kind}, {self.parameters:,} parameters, {r.dtype}, {r.device}",
         ]
+        if self.shape is not None and self.shape.experts:
+            lines.append(f"            {self._experts()}")
+        if self.card is not None:
+            lines.append(f"memory      {self._memory()}")
         if run.here() is None:
             lines.append(f"not here    the model; its sizes are those of {self.inputs.source}")
         for name, read, asked in (
@@ -126,11 +134,57 @@ class Plan:
         if r.train.objective == "tidar":
             count = proposals_of(r, self.config)
             lines.append(f"decoding    {budget} tokens, {block} drafts and {count} proposals a forward: {block * (count + 1)} query tokens")
+        elif self.redecides:
+            teacher, student = run.sampler("teacher"), run.sampler("student")
+            lines.append(
+                f"decoding    {budget} tokens in {budget // block} canvases of {block}, each in at most {teacher.max_denoising_steps} steps; "
+                f"student {student.max_denoising_steps}"
+            )
         else:
             lines.append(
                 f"decoding    {budget} tokens in {budget // block} blocks of {block}, confidence > {r.decode.confidence_threshold:g}"
             )
         return lines
+
+    def _experts(self) -> str:
+        """Parameters in all and those that a token passes; beside them what stands outside the layers and embeddings."""
+        assert self.shape is not None
+        plain = replace(self.shape, conditioning=0)
+        beside = {
+            "self-conditioning": self.shape.parameters - plain.parameters,
+            "a vision tower that is left alone": sum(p.numel() for name, p in self.inputs.model.named_parameters() if "vision" in name),
+        }
+        more = "".join(f", and {count / 1e9:.2f}B of {name}" for name, count in beside.items() if count)
+        return f"{plain.parameters / 1e9:.1f}B parameters in layers and tables, {plain.active_parameters / 1e9:.1f}B active a token{more}"
+
+    def _memory(self) -> str:
+        """What the stages hold of one card: weights, cache, adapters with AdamW's two moments, what a backward keeps, logits."""
+        assert self.card is not None and self.shape is not None
+        r, t = self.run.recipe, self.run.recipe.train
+        size = families.DTYPES[r.dtype].itemsize
+        weights, length, block = self.parameters * size, r.data.max_prompt_tokens + r.decode.max_new_tokens, r.decode.block_length
+        parts = []
+        if "collect" in stages_of(r):
+            assert r.collect is not None
+            rows = r.collect.batch_size
+            # A step holds its logits, their probabilities and what it tells the next one, in fp32 and of the whole block.
+            step = rows * (block if self.teacher[0] == "block" else length) * self.shape.vocab * 4 * (3 if self.redecides else 2)
+            parts.append(f"collect {(weights + rows * self.shape.kv_bytes(length, size) + step) / 2**30:.0f} GiB")
+        trained = self._adapters() if t.lora is not None else self.parameters
+        operators = roofline.operators(self.shape, "dlm", batch=t.batch_size, block=block, context=r.data.max_prompt_tokens,
+                                       generate=r.decode.max_new_tokens, size=size)  # fmt: skip
+        kept = max(0.0, sum(op.bytes for op in operators) - self.shape.parameters * size) / 2  # what operators wrote, and did not read
+        parts.append(f"train {(weights + 16 * trained + kept) / 2**30:.0f} GiB ({trained / 1e6:.0f}M trained parameters)")
+        return f"about {', '.join(parts)} of a card's {self.card.memory / 2**30:.0f} GiB; weights {weights / 2**30:.1f} GiB"
+
+    def _adapters(self) -> int:
+        """Parameters of the recipe's LoRA."""
+        lora = self.run.recipe.train.lora
+        assert lora is not None
+        return sum(
+            lora.rank * (module.in_features + module.out_features) for name, module in self.inputs.model.named_modules()
+            if isinstance(module, torch.nn.Linear) and "vision" not in name and name.rsplit(".", 1)[-1] in lora.targets
+        )
 
     def stage(self, name: str, run: Run | None = None, label: str = "") -> str:
         """One stage as a line, its time added to the total."""
@@ -158,14 +212,29 @@ class Plan:
         assert c is not None
         temperatures, prompts = len(c.temperatures), self.prompts
         rows = prompts.count * temperatures
+        if self.redecides:
+            return self._collect_canvases(run)
         filled = min(prompts.slots, self.slots) if c.stop_at_eos and self.inputs.prompts is not None else self.slots
-        size = hidden_bytes(rows, self.slots, self.config.hidden_size)
+        size = hidden_bytes(rows, self.slots, self.sizes.hidden_size)
         words = (
             f"{rows} trajectories ({prompts.count} prompts x {temperatures} temperatures), about {filled:.0f} forwards each, "
             f"{size / 2**30:.3f} GiB ({size:,} bytes) of hidden rows"
         )
         mode, block = self.teacher
         return words, [Work(filled * rows / c.batch_size, c.batch_size, mode, block=block)], prompts.prompt_tokens
+
+    def _collect_canvases(self, run: Run) -> tuple[str, list[Work], float]:
+        """Where a teacher decides every slot at every step: each takes all its steps, which is the most."""
+        r, c, prompts = run.recipe, run.recipe.collect, self.prompts
+        assert c is not None
+        steps, block, kept = run.sampler("teacher").max_denoising_steps or 0, r.decode.block_length, min(c.top_k, self.sizes.vocab_size)
+        canvases = min(prompts.slots, self.slots) / block if c.stop_at_eos else self.slots / block
+        size = int(prompts.count * canvases * steps * step_bytes(block, kept))
+        words = (
+            f"{prompts.count} trajectories of about {canvases:.1f} canvases, at most {steps} steps each, {kept} logits a slot: at most "
+            f"{size / 2**30:.3f} GiB ({size:,} bytes)"
+        )
+        return words, [Work(steps * canvases * prompts.count / c.batch_size, c.batch_size, "block", block=block)], prompts.prompt_tokens
 
     def _train(self, run: Run) -> tuple[str, list[Work], float]:
         r, t = run.recipe, run.recipe.train
@@ -187,6 +256,10 @@ class Plan:
         if t.objective in ("bd3lm", "tidar"):  # the noisy or masked answer stands beside prompt and clean answer
             length = self.prompts.prompt_tokens + r.decode.max_new_tokens
             passes *= (length + r.decode.max_new_tokens) / length
+        if self.redecides:  # the text before a canvas, and the canvas; of uniform all of the text, and the canvas once or twice
+            length, budget, block = self.prompts.prompt_tokens + r.decode.max_new_tokens, r.decode.max_new_tokens, r.decode.block_length
+            canvas = length + block * (1 + t.self_conditioning / 3) if t.objective == "uniform" else length - budget / 2 + block / 2
+            passes *= canvas / length
         return words, [Work(steps * t.accumulation, t.batch_size, passes=passes)], self.prompts.prompt_tokens
 
     def _evaluate(self, run: Run) -> tuple[str, list[Work], float]:
@@ -208,6 +281,11 @@ class Plan:
             "tidar": len({*e.proposals, r.decode.proposals or r.decode.block_length}) * few, "tidar_mix": len(set(e.betas)) * few,
             "teacher_truncated": sum(e.truncated_steps) + (few if "student" in e.methods else 0),
         }
+        if self.redecides:
+            canvases = min(tests.slots, self.slots) / r.decode.block_length
+            teacher, student = (canvases * (run.sampler(which).max_denoising_steps or 0) for which in ("teacher", "student"))
+            steps |= {"teacher": teacher, "transformers_generate": teacher, "student": student,
+                      "teacher_truncated": sum(canvases * count for count in e.truncated_steps) + student}  # fmt: skip
         cached = ("teacher_block_causal", "student", "student_sequential")
         timed = {  # batch size -> calls with the clock, and those before it
             size: calls * e.repeats + min(e.warmup_prompts, calls)
@@ -229,6 +307,8 @@ class Plan:
         if r.train.objective == "tidar":
             counts = sorted({*e.proposals, proposals_of(r, self.config)}, reverse=True)
             swept = f"proposals {', '.join(map(str, counts))}; beta {', '.join(f'{x:g}' for x in sorted(set(e.betas)))}"
+        elif self.redecides:
+            swept = "at most the samplers' steps"
         else:
             swept = f"thresholds {', '.join(f'{x:g}' for x in thresholds)}"
         words = (

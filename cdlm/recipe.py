@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-OBJECTIVES = ("cdlm", "mdlm", "bd3lm", "ar", "tidar")
+OBJECTIVES = ("cdlm", "mdlm", "bd3lm", "ar", "tidar", "uniform")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay")
 METHODS = (
     "teacher", "teacher_truncated", "teacher_threshold", "teacher_threshold_stop", "teacher_block_causal", "student", "student_uncached",
@@ -26,8 +26,8 @@ BASELINES = (
 )
 OTHER_MODEL = "autoregressive_model"  # needs evaluate.autoregressive
 METHODS_OF = {  # objective -> what can be measured after it
-    "cdlm": METHODS, "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
-    "ar": ("autoregressive",),
+    "cdlm": (*METHODS, "transformers_generate"), "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
+    "ar": ("autoregressive",), "uniform": ("teacher", "teacher_truncated", "transformers_generate"),
     "tidar": (
         "autoregressive", "student_autoregressive", "tidar", "tidar_linear", "tidar_mix", "transformers_greedy", "prompt_lookup",
         "assisted",
@@ -37,8 +37,9 @@ METHODS_OF = {  # objective -> what can be measured after it
 # carry those of cdlm.
 READ_BY = {
     "distill_weight": ("cdlm", "mdlm"), "consistency_weight": ("cdlm", "mdlm"), "dlm_weight": ("cdlm", "mdlm"),
-    "noise_floor": ("cdlm", "mdlm", "bd3lm"), "noise_first_cap": ("cdlm", "mdlm", "bd3lm"), "noise_ramp": ("cdlm", "mdlm", "bd3lm"),
-    "complementary": ("bd3lm",), "alpha": ("tidar",),
+    **dict.fromkeys(("noise_floor", "noise_first_cap", "noise_ramp"), ("cdlm", "mdlm", "bd3lm", "uniform")),
+    "complementary": ("bd3lm",), "alpha": ("tidar",), "ar_weight": ("uniform",), "self_conditioning": ("uniform", "cdlm"),
+    "finish": ("cdlm",),
 }
 
 
@@ -80,17 +81,37 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Sampler:
+    """How a model decodes that decides every slot of a canvas at every step; see decode.DecodeConfig. The values are transformers' own.
+
+    max_denoising_steps: of a canvas. entropy_threshold: what transformers calls confidence_threshold.
+    """
+
+    max_denoising_steps: int = 48
+    entropy_bound: float = 0.1
+    t_min: float = 0.4
+    t_max: float = 0.8
+    stability_threshold: int = 1
+    entropy_threshold: float = 0.005
+
+
+@dataclass(frozen=True)
 class Decode:
     """max_new_tokens is the budget L_g, block_length is B, confidence_threshold the student's own tau.
 
     Of objective tidar block_length is K, the tokens of a draft, and proposals is M, the blocks of masks that stand behind the drafts in a
     forward: a number from 1 to K, null for K (the paper's), or auto: the most that are free on the recipe's `hardware`, see roofline.py.
+
+    sampler: of a model that decides every slot at every step, which has no threshold: how the teacher decodes. student_sampler: how the
+    student does (null: as the teacher).
     """
 
     max_new_tokens: int
     block_length: int
     confidence_threshold: float = 0.9
     proposals: int | str | None = None
+    sampler: Sampler | None = None
+    student_sampler: Sampler | None = None
 
 
 @dataclass(frozen=True)
@@ -105,9 +126,13 @@ class Screening:
 
 @dataclass(frozen=True)
 class Collect:
-    """num_prompts: the first so many rows of data.prompts. stop_at_eos: a row stops after the block with its end token."""
+    """num_prompts: the first so many rows of data.prompts. stop_at_eos: a row stops after the block with its end token.
+
+    top_k: of a teacher that re-decides every slot at every step, how many logits of a slot are stored a step; see canvases.py.
+    """
 
     num_prompts: int
+    top_k: int = 64
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.5])
     batch_size: int = 32
     shard_size: int = 256
@@ -127,9 +152,11 @@ class Lora:
 
 @dataclass(frozen=True)
 class Train:
-    """How the student (objective cdlm) or a model of its own (mdlm, bd3lm, ar, tidar) is trained. lora: null trains all parameters.
+    """How the student (objective cdlm) or a model of its own (the others) is trained. lora: null trains all parameters.
 
     complementary: bd3lm only, see trainer.bd3lm_losses. alpha: tidar only, the weight of the autoregressive loss beside the diffusion loss.
+    ar_weight: uniform only, of the encoder's next-token loss. self_conditioning: how often a canvas is told what the step before saw
+        (uniform; cdlm on canvases). finish: cdlm on canvases, how often y* is the finished canvas in place of a state before it.
     READ_BY says which keys an objective does not read.
     batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs.
     The weights default to the paper's 1.0, 0.5 and 0.01; the last one times decode.max_new_tokens, see PAPERS.md (null).
@@ -155,6 +182,9 @@ class Train:
     noise_ramp: float = 0.0
     complementary: bool = False
     alpha: float = 1.0
+    ar_weight: float = 1.0
+    self_conditioning: float = 0.5
+    finish: float = 0.5
     lora: Lora | None = None
     num_examples: int | None = None
     save_steps: int = 100
@@ -402,7 +432,8 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
         train = dataclasses.replace(recipe.train, dlm_weight=0.01 * recipe.decode.max_new_tokens)
         recipe = dataclasses.replace(recipe, train=train)
     if recipe.evaluate.methods is None:
-        methods = list(METHODS_OF.get(recipe.train.objective, METHODS))
+        methods = [name for name in METHODS_OF.get(recipe.train.objective, METHODS)
+                   if recipe.train.objective != "cdlm" or name != "transformers_generate"]  # of models that have one for diffusion
         methods += [OTHER_MODEL] if recipe.evaluate.autoregressive is not None else []
         if recipe.train.objective == "tidar" and recipe.evaluate.draft_model is None:
             methods.remove("assisted")
@@ -450,6 +481,9 @@ def check(recipe: Recipe) -> None:
     within("decode.max_new_tokens", d.max_new_tokens, 1)
     within("decode.block_length", d.block_length, 1)
     within("decode.confidence_threshold", d.confidence_threshold, 0, 1)
+    for name, sampler in (("sampler", d.sampler), ("student_sampler", d.student_sampler)):
+        if sampler is not None:
+            _check_sampler(f"decode.{name}", sampler, within)
     within("data.max_prompt_tokens", r.data.max_prompt_tokens, 1)
     if d.max_new_tokens % d.block_length:
         raise ValueError(
@@ -484,12 +518,15 @@ def check(recipe: Recipe) -> None:
         within(f"train.{name}", getattr(t, name), 1)
     for name in ("distill_weight", "consistency_weight", "dlm_weight"):
         within(f"train.{name}", getattr(t, name) or 0.0, 0)
+    within("train.ar_weight", t.ar_weight, 0)
+    for name in ("self_conditioning", "finish"):
+        within(f"train.{name}", getattr(t, name), 0, 1)
     for f in dataclasses.fields(t):
         if t.objective not in READ_BY.get(f.name, OBJECTIVES) and getattr(t, f.name) != f.default:
             raise ValueError(f"train.{f.name} is {getattr(t, f.name)}; objective {t.objective} does not read it: leave it out")
     if t.complementary and t.noise_first_cap < 1:
         raise ValueError(f"train.noise_first_cap is {t.noise_first_cap}; with complementary masks it must be 1: their complement is many")
-    if t.objective in ("bd3lm", "ar", "tidar") and r.collect is not None:
+    if t.objective in ("bd3lm", "ar", "tidar", "uniform") and r.collect is not None:
         raise ValueError(f"collect: objective {t.objective} trains on answers, not on trajectories; leave the section out")
     if t.objective in ("bd3lm", "tidar") and r.model is None:
         raise ValueError(f"objective {t.objective} starts from a model that can write: give model, not scratch")
@@ -509,7 +546,7 @@ def check(recipe: Recipe) -> None:
         if not any((t.distill_weight, t.consistency_weight, t.dlm_weight)):
             raise ValueError("train.distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained")
     if r.collect is not None:
-        for name in ("num_prompts", "batch_size", "shard_size"):
+        for name in ("num_prompts", "batch_size", "shard_size", "top_k"):
             within(f"collect.{name}", getattr(r.collect, name), 1)
         if not r.collect.temperatures:
             raise ValueError("collect.temperatures is empty; give at least one, 0.0 is greedy")
@@ -558,6 +595,15 @@ def check(recipe: Recipe) -> None:
         for name in ("config", "tokenizer"):
             if not r.path(getattr(r.scratch, name)).exists():
                 raise ValueError(f"scratch.{name}: nothing at {r.path(getattr(r.scratch, name))}")
+
+
+def _check_sampler(name: str, sampler: Sampler, within: typing.Callable[..., None]) -> None:
+    """Limits of a sampler's values."""
+    within(f"{name}.max_denoising_steps", sampler.max_denoising_steps, 1)
+    within(f"{name}.stability_threshold", sampler.stability_threshold, 0)
+    for key in ("entropy_bound", "entropy_threshold", "t_max"):
+        within(f"{name}.{key}", getattr(sampler, key), 1e-9)
+    within(f"{name}.t_min", sampler.t_min, 0, sampler.t_max)
 
 
 def _check_drafts(r: Recipe) -> None:

@@ -62,6 +62,8 @@ class Shape:
 
     shared_intermediate: width of an MLP that every token passes beside the experts. window: keys that a sliding layer sees, for
     `sliding_layers` of the layers. mixing: further parameters of a layer that every token passes (convolutions, a router's MLP).
+    full_kv_heads, full_head_dim: of the layers that do not slide, where they are other than the sliding ones'; these make values of their
+    keys' projection if full_values is False. conditioning: width of a gated MLP that a canvas passes once, before its layers.
     """
 
     layers: int
@@ -80,6 +82,18 @@ class Shape:
     window: int = 0
     tied: bool = False
     mixing: int = 0
+    full_kv_heads: int = 0
+    full_head_dim: int = 0
+    full_values: bool = True
+    conditioning: int = 0
+
+    @property
+    def kinds(self) -> tuple[tuple[int, int, int, bool], ...]:
+        """Layers that have the same projections: how many, key-value heads, width of a head, whether values have a projection."""
+        if not self.full_head_dim:
+            return ((self.layers, self.kv_heads, self.head_dim, True),)
+        full = self.layers - self.sliding_layers, self.full_kv_heads or self.kv_heads, self.full_head_dim, self.full_values
+        return ((self.sliding_layers, self.kv_heads, self.head_dim, True), full)
 
     @property
     def moe_layers(self) -> int:
@@ -87,23 +101,34 @@ class Shape:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer's four projections."""
-        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        """Of all layers' projections."""
+        return sum(count * self.hidden * dim * (2 * self.heads + (1 + own) * kv) for count, kv, dim, own in self.kinds)
+
+    def _parameters(self, experts: int) -> int:
+        gated = 3 * self.hidden
+        dense = (self.layers - self.moe_layers) * gated * self.intermediate
+        moe = self.moe_layers * (gated * (experts * self.expert_intermediate + self.shared_intermediate) + self.hidden * self.experts)
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.attention_parameters + self.layers * self.mixing + dense + moe + embeddings + gated * self.conditioning
 
     @property
     def parameters(self) -> int:
         """All weights, norms aside."""
-        gated = 3 * self.hidden
-        dense = (self.layers - self.moe_layers) * gated * self.intermediate
-        moe = self.moe_layers * (gated * (self.experts * self.expert_intermediate + self.shared_intermediate) + self.hidden * self.experts)
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * (self.attention_parameters + self.mixing) + dense + moe + embeddings
+        return self._parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token passes, the tables of embeddings whole among them, as model cards count."""
+        return self._parameters(self.experts_per_token)
 
     def kv_bytes(self, tokens: int, size: float) -> float:
         """Cache of one sequence; sliding layers keep their window."""
+        near = min(tokens, self.window or tokens)
+        if self.full_head_dim:
+            (sliding, kv, dim, _), (full, full_kv, full_dim, _) = self.kinds
+            return 2 * size * (sliding * near * kv * dim + full * tokens * full_kv * full_dim)
         full = self.layers - self.sliding_layers
-        kept = full * tokens + self.sliding_layers * min(tokens, self.window or tokens)
-        return 2 * self.kv_heads * self.head_dim * size * kept
+        return 2 * self.kv_heads * self.head_dim * size * (full * tokens + self.sliding_layers * near)
 
 
 @dataclass(frozen=True)
@@ -139,7 +164,7 @@ def operators(
     q = queries(mode, block, context, generate, proposals)
     rows = batch * q
     cached = 0 if mode == "dlm" else context + generate / 2
-    width, kv_width, d = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    d = shape.hidden
     out: list[Operator] = []
 
     def linear(name: str, times: float, inside: int, outside: int, tokens: float = rows, copies: float = 1) -> None:
@@ -153,21 +178,27 @@ def operators(
         out.append(Operator(name, times * rows * values, times * rows * values * size))
 
     layers = shape.layers
-    linear("attention: q", layers, d, width)
-    linear("attention: k", layers, d, kv_width)
-    linear("attention: v", layers, d, kv_width)
-    pointwise("attention: rotary", layers, 2 * (width + kv_width))
+    for count, kv_heads, head_dim, own_values in shape.kinds:
+        linear("attention: q", count, d, shape.heads * head_dim)
+        linear("attention: k", count, d, kv_heads * head_dim)
+        if own_values:
+            linear("attention: v", count, d, kv_heads * head_dim)
+        pointwise("attention: rotary", count, 2 * (shape.heads + kv_heads) * head_dim)
     # A sliding layer sees its window of what is before a block, and the block; in one pass over everything, its window.
     window = shape.window or cached + q
     near = min(q, window) if mode == "dlm" else min(cached, window) + q
-    for name, count, seen, read in (
-        ("attention: scores and values", layers - shape.sliding_layers, cached + q, cached + q),
-        ("attention: scores and values, sliding", shape.sliding_layers, near, q if mode == "dlm" else near),
-    ):
+    (_, kv_heads, head_dim, _), (_, full_kv_heads, full_head_dim, _) = shape.kinds[0], shape.kinds[-1]
+    for name, count, seen, read, kv_width, width in (
+        ("attention: scores and values", layers - shape.sliding_layers, cached + q, cached + q, full_kv_heads * full_head_dim,
+         shape.heads * full_head_dim),
+        ("attention: scores and values, sliding", shape.sliding_layers, near, q if mode == "dlm" else near, kv_heads * head_dim,
+         shape.heads * head_dim),
+    ):  # fmt: skip
         if count:
             flop = 4.0 * batch * q * seen * width
             out.append(Operator(name, count * flop, count * size * batch * (2 * read * kv_width + 2 * q * width)))
-    linear("attention: output", layers, width, d)
+    for count, _, head_dim, _ in shape.kinds:
+        linear("attention: output", count, shape.heads * head_dim, d)
     pointwise("norms", 2 * layers + 1, 2 * d)
     pointwise("residual additions", 2 * layers, 3 * d)
     if shape.mixing:
@@ -190,6 +221,9 @@ def operators(
         mlp("experts", shape.moe_layers, shape.expert_intermediate, rows * shape.experts_per_token, touched)
         if shape.shared_intermediate:
             mlp("shared mlp", shape.moe_layers, shape.shared_intermediate)
+    if shape.conditioning:
+        mlp("self-conditioning", 1, shape.conditioning)
+        linear("self-conditioning: mean embedding", 1, shape.vocab, d)
     linear("lm_head", 1, d, shape.vocab)
     return out
 
@@ -322,6 +356,7 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     """Sizes from a config.json in transformers' words, and the words that its derivatives use for the same things."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{where} holds {type(config).__name__}; it must be an object with named values")
+    canvas = config.get("canvas_length") is not None
     config = config.get("text_config", config)
 
     def size(*names: str, default: int | None = None) -> int:
@@ -342,6 +377,11 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     kinds = config.get("layer_types") or []
     kv_heads, head_dim = size("num_key_value_heads", "n_kv_heads", default=heads), size("head_dim", default=hidden // heads)
     router, channels = size("router_hidden_size", default=0), (heads + kv_heads) * head_dim
+    # A config that says top_k_experts puts an MLP beside the experts of a layer; full layers may have heads of their own.
+    beside = intermediate if experts and config.get("top_k_experts") is not None else 0
+    named = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": config.get("num_global_key_value_heads")}
+    full = next(iter((config.get("per_layer_config") or {"": named}).values()))
+    other = bool(kinds) and full.get("head_dim") is not None
     # Two convolutions over queries and keys, the second within heads; a router with a hidden layer of its own size behind another.
     taps = [size(name, default=0) for name in ("cca_time0", "cca_time1")]
     mixing = channels * (taps[0] + head_dim * taps[1]) + router * (hidden + 2 * router)
@@ -350,10 +390,12 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
         vocab=size("vocab_size", "embedding_size"),
         experts=experts, experts_per_token=size("num_experts_per_tok", "top_k_experts", default=1) if experts else 0,
         expert_intermediate=(expert_width or intermediate) if experts else 0,
-        shared_intermediate=size("num_shared_experts", "n_shared_experts", default=0) * expert_width if experts else 0,
+        shared_intermediate=(size("num_shared_experts", "n_shared_experts", default=0) * expert_width or beside) if experts else 0,
         dense_layers=size("first_k_dense_replace", default=0) if experts else 0,
         sliding_layers=kinds.count("sliding_attention"), window=size("sliding_window", default=0) if kinds else 0,
         tied=bool(config.get("tie_word_embeddings", config.get("weight_tying", False))),
+        full_head_dim=int(full["head_dim"]) if other else 0, full_kv_heads=int(full.get("num_key_value_heads") or kv_heads) if other else 0,
+        full_values=not other, conditioning=intermediate if canvas else 0,
     )  # fmt: skip
 
 

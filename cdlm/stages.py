@@ -15,18 +15,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cdlm import data, families, roofline, trajectories
+from cdlm import canvases, data, families, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.families import causal, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
-from cdlm.recipe import Recipe
+from cdlm.recipe import Collect, Recipe, Sampler
 
 STAGES = ("collect", "train", "evaluate", "export")
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
@@ -48,7 +48,7 @@ def stages_of(recipe: Recipe) -> list[str]:
 def agree(found: Any, there: Any, model: str, copy: str) -> None:
     """Refuse a model whose sizes are not those of the recipe's copy of its config.json."""
     for name in SIZES:
-        a, b = getattr(found, name, None), getattr(there, name, None)
+        a, b = (getattr(config.get_text_config(), name, None) for config in (found, there))
         if a != b:
             raise ValueError(f"{model} has {name} {a!r}; {copy} (the recipe's config) says {b!r}: not the model of this recipe")
 
@@ -225,10 +225,11 @@ class Run:
         if r.evaluate.autoregressive is not None:
             self._other()
         model = convert.skeleton(self._stock(config, place))
+        self._check_objective(model.config)
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
-        origin = facts.block_origin if facts is not None else "prompt_end"
-        longest = r.data.max_prompt_tokens + slots(origin, r.decode.max_new_tokens, r.decode.block_length)
+        filled = r.decode.max_new_tokens if facts is None else slots(facts, r.decode.max_new_tokens, r.decode.block_length)
+        longest = r.data.max_prompt_tokens + filled
         room = getattr(model.config, "max_position_embeddings", None)
         if room is not None and longest > room:
             raise ValueError(
@@ -251,6 +252,17 @@ class Run:
                 tests = self.examples(tokenizer, "test", r.evaluate.num_prompts)
         family = families.find(config, r.family).NAME if r.scratch is None else "scratch"
         return Inputs(model, family, facts, source, prompts, tests)
+
+    def _check_objective(self, config: Any) -> None:
+        """A ValueError for an objective that a model of this config can't be trained with, or a block that is not its canvas."""
+        r, allowed = self.recipe, families.CLASSES.get(config.model_type, DiffusionLM).objectives
+        if r.train.objective not in allowed:
+            raise ValueError(
+                f"train.objective is {r.train.objective!r}; a model of type {config.model_type} is trained with {', '.join(allowed)}"
+            )
+        canvas = getattr(config, "canvas_length", None)
+        if canvas is not None and r.decode.block_length != canvas:
+            raise ValueError(f"decode.block_length is {r.decode.block_length}; this model's canvas has {canvas} slots, and a block is one")
 
     def _check_teacher(self, facts: families.Facts) -> None:
         """A ValueError for a model with these facts from which the recipe can't start."""
@@ -320,6 +332,12 @@ class Run:
             max_new_tokens=d.max_new_tokens, block_length=d.block_length, confidence_threshold=d.confidence_threshold
         )
 
+    def sampler(self, which: str) -> DecodeConfig:
+        """How "teacher" or "student" decodes where every step decides every slot."""
+        d = self.recipe.decode
+        own = (d.student_sampler if which == "student" else None) or d.sampler or Sampler()
+        return DecodeConfig(max_new_tokens=d.max_new_tokens, block_length=d.block_length, order="entropy", **asdict(own))
+
     def weights_hash(self) -> str:
         r = self.recipe
         if r.scratch is not None:
@@ -343,8 +361,11 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
     data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key")}
-    decode = {k: v for k, v in r.section("decode")["decode"].items() if k not in ("confidence_threshold", "proposals")}
+    unread = ("confidence_threshold", "proposals", "student_sampler", *(("sampler",) if r.decode.sampler is None else ()))
+    decode = {k: v for k, v in r.section("decode")["decode"].items() if k not in unread}
     made = {**base, "data": data_keys, **r.section("collect"), "decode": decode}
+    if made["collect"] is not None and made["collect"]["top_k"] == Collect.top_k:
+        del made["collect"]["top_k"]  # as `plain` below
     if r.data.prompts is not None:
         made["prompts"] = run.data_hash("prompts")
     if r.trajectories is not None:
@@ -352,11 +373,15 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     if stage == "collect":
         return made
     unread = ("save_steps", "logging_steps", *(() if r.train.objective == "tidar" else ("alpha",)))
-    training = {k: v for k, v in r.section("train")["train"].items() if k not in unread}
+    plain = {f.name: f.default for f in fields(r.train) if f.name in ("ar_weight", "self_conditioning", "finish")}  # few runs state these
+    training = {k: v for k, v in r.section("train")["train"].items() if k not in unread and not (k in plain and v == plain[k])}
     trained = {**made, "train": training, **r.section("scratch")}
     if stage == "train":
         return trained
     measured = {**trained, **r.section("decode", "evaluate"), "test": run.data_hash("test")}
+    for name in ("sampler", "student_sampler"):
+        if measured["decode"][name] is None:
+            del measured["decode"][name]
     if r.evaluate.autoregressive is not None:
         measured["autoregressive"] = trajectories.folder_hash(r.path(r.evaluate.autoregressive))
     if r.train.objective == "tidar":
@@ -398,8 +423,11 @@ def collect(run: Run) -> None:
     model = run.load_teacher()
     tokenizer = run.tokenizer(model.facts)
     examples = run.examples(tokenizer, "prompts", c.num_prompts)
+    if model.redecides:
+        _collect_canvases(run, model, tokenizer, examples)
+        return
     count = len(examples) * len(c.temperatures)
-    width = slots(model.facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
+    width = slots(model.facts, r.decode.max_new_tokens, r.decode.block_length)
     size = trajectories.hidden_bytes(count, width, model.hf.config.hidden_size)
     there = sum(file.stat().st_size for file in run.trajectories.glob("shard-*.safetensors"))
     run.say(f"collect: {count} trajectories, {size / 2**20:.1f} MiB of hidden rows, into {run.trajectories}")
@@ -413,6 +441,28 @@ def collect(run: Run) -> None:
         seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,
     )
     run.say(f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
+
+
+def _collect_canvases(run: Run, model: DiffusionLM, tokenizer: Any, examples: list[data.Example]) -> None:
+    """The same of a teacher that decides every slot at every step; see canvases.py."""
+    r, c = run.recipe, run.recipe.collect
+    assert c is not None
+    config = changed(run.sampler("teacher"), stop_at_eos=c.stop_at_eos)
+    size = canvases.step_bytes(r.decode.block_length, min(c.top_k, model.vocab))
+    most = len(examples) * config.blocks * (config.max_denoising_steps or 0) * size
+    run.say(
+        f"collect: {len(examples)} trajectories of up to {config.blocks} canvases and {config.max_denoising_steps} steps a canvas, "
+        f"{min(c.top_k, model.vocab)} logits a slot, {size:,} bytes a step ({most / 2**20:.1f} MiB at most), into {run.trajectories}"
+    )
+    manifest = canvases.collect(
+        model, examples, run.trajectories, right=lambda example, ids: example.is_right(tokenizer.decode(ids)), config=config, top_k=c.top_k,
+        batch_size=c.batch_size, shard_size=c.shard_size, seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)),
+        request=request_of(run, "collect"), say=run.say,
+    )
+    run.say(
+        f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}; "
+        f"{manifest['bytes']:,} bytes"
+    )
 
 
 # ---- train -----------------------------------------------------------------------------------------------------------
@@ -432,9 +482,14 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     trajectories.claim(checkpoints, checkpoints / "request.json", request)
 
     lengths = None
-    dataset: training.TrajectoryStates | training.AnswerNoise
-    if t.objective == "cdlm":
-        stored = trajectories.Trajectories(run.trajectories)
+    dataset: training.TrajectoryStates | training.AnswerNoise | training.CanvasStates
+    stored = canvases.load(run.trajectories) if t.objective == "cdlm" else None
+    if isinstance(stored, canvases.Canvases):
+        dataset = training.CanvasStates(
+            stored, model, r.decode.max_new_tokens, r.decode.block_length, r.seed, self_conditioning=t.self_conditioning, finish=t.finish
+        )
+        head = None
+    elif stored is not None:
         if not stored.has_hidden and t.distill_weight:
             run.say(
                 "train: these trajectories hold no hidden rows of a teacher; equation 4 takes the token that was revealed as its target "
@@ -444,7 +499,8 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         head = _frozen_copy(model.head)
     else:
         examples = run.examples(tokenizer, "prompts", t.num_examples)
-        dataset = training.AnswerNoise(examples, r.decode.max_new_tokens, r.seed, r.decode.block_length if t.objective == "bd3lm" else None)
+        noisy = training.CanvasNoise if t.objective == "uniform" else training.AnswerNoise
+        dataset = noisy(examples, r.decode.max_new_tokens, r.seed, r.decode.block_length if t.objective == "bd3lm" else None)
         lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
         head = None
     if len(dataset) < t.batch_size:
@@ -469,7 +525,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
         distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight or 0.0,
         noise_floor=t.noise_floor, noise_first_cap=t.noise_first_cap, noise_ramp=t.noise_ramp,
-        complementary=t.complementary, alpha=t.alpha,
+        complementary=t.complementary, alpha=t.alpha, ar_weight=t.ar_weight, self_conditioning=t.self_conditioning, finish=t.finish,
         learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
         warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
         per_device_train_batch_size=t.batch_size, gradient_accumulation_steps=t.accumulation,
@@ -480,7 +536,8 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     trainer = training.CDLMTrainer(
         model, args, dataset,
         training.Collator(
-            model, r.decode.max_new_tokens, {"bd3lm": r.decode.block_length, "ar": 1, "tidar": r.decode.block_length}.get(t.objective),
+            model, r.decode.max_new_tokens,
+            {"ar": 1, **dict.fromkeys(("bd3lm", "tidar", "uniform"), r.decode.block_length)}.get(t.objective),
             from_zero=t.objective == "tidar",
         ),
         teacher_head=head, lengths=lengths, peft_model=peft_model, callbacks=[_progress(run, steps)],

@@ -1,14 +1,15 @@
 """What exists only because a Trainer calls it: datasets that draw states, a collator, CDLMConfig and CDLMTrainer.
 
-Five objectives. "cdlm" trains a block-causal student from a teacher's trajectories with three losses (CDLM, arXiv 2511.19269,
+Six objectives. "cdlm" trains a block-causal student from a teacher's trajectories with three losses (CDLM, arXiv 2511.19269,
 algorithm 2). The others train on prompts and answers: "mdlm" a bidirectional masked diffusion LM (LLaDA, arXiv 2502.09992, SFT
 loss), "bd3lm" a block diffusion LM (BD3-LM, arXiv 2503.09573), "ar" an autoregressive one, "tidar" an autoregressive one that also drafts
-blocks of its own text from masks (TiDAR, arXiv 2511.08923). The losses stand in `losses.py`.
+blocks of its own text from masks (TiDAR, arXiv 2511.08923), "uniform" a block diffusion LM whose noise is random tokens, on one canvas
+of a row at a time, with self-conditioning (Chen et al., arXiv 2208.04202). The losses stand in `losses.py`.
 
 Every random draw of a row comes from a seed made of (seed, epoch, row), so it depends on neither batch nor device nor on
 where a run was resumed (the budget of an mdlm batch is its first row's draw).
 
-Shapes: B rows, P prompt tokens, N slots, L = P + N, D width, V vocabulary.
+Shapes: B rows, P prompt tokens, N slots, S slots of a canvas, L = P + N, D width, V vocabulary, k stored tokens.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from cdlm import data, losses, masks, noise
-from cdlm.families.base import DiffusionLM
+from cdlm.families.base import DiffusionLM, Seen
 
 
 @dataclass
@@ -34,7 +35,9 @@ class CDLMConfig(TrainingArguments):
     is a mean over the budget where equation 6 is a sum. A weight of 0 skips that loss and the forward it needs.
     """
 
-    objective: str = field(default="cdlm", metadata={"help": "cdlm: three losses on trajectories; on answers: mdlm, bd3lm, ar, tidar."})
+    objective: str = field(
+        default="cdlm", metadata={"help": "cdlm: three losses on trajectories; on answers: mdlm, bd3lm, ar, tidar, uniform."}
+    )
     block_length: int = field(default=32, metadata={"help": "Slots of a block."})
     distill_weight: float = field(default=1.0, metadata={"help": "Weight of equation 4."})
     consistency_weight: float = field(default=0.5, metadata={"help": "Weight of equation 5."})
@@ -44,6 +47,11 @@ class CDLMConfig(TrainingArguments):
     noise_ramp: float = field(default=0.0, metadata={"help": "Share of training over which the largest level rises to 1."})
     complementary: bool = field(default=False, metadata={"help": "bd3lm: each row with its mask and with the complement of it."})
     alpha: float = field(default=1.0, metadata={"help": "tidar: weight of the autoregressive loss beside the diffusion loss, which has 1."})
+    ar_weight: float = field(default=1.0, metadata={"help": "uniform: weight of the encoder's next-token loss beside the diffusion loss."})
+    self_conditioning: float = field(
+        default=0.5, metadata={"help": "Canvases: probability that a row is told what the step before saw; otherwise it is told nothing."}
+    )
+    finish: float = field(default=0.5, metadata={"help": "cdlm on canvases: probability that y* is the finished canvas."})
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "Schedule of the learning rate."})
     warmup_steps: float = field(default=0.05, metadata={"help": "Warm-up steps; below 1, their share of all steps."})
@@ -57,8 +65,12 @@ class CDLMConfig(TrainingArguments):
         for name in ("distill_weight", "consistency_weight", "dlm_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above")
-        if self.alpha < 0:
-            raise ValueError(f"alpha is {self.alpha}; a weight is 0 or above")
+        for name in ("alpha", "ar_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above")
+        for name in ("self_conditioning", "finish"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a probability is between 0 and 1")
         if self.objective == "cdlm" and not any(self.weights.values()):
             raise ValueError("distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained")
         if self.complementary and (self.objective != "bd3lm" or self.noise_first_cap < 1):
@@ -75,6 +87,8 @@ class CDLMConfig(TrainingArguments):
         """Of each loss; 1 for one that is not named."""
         if self.objective == "tidar":
             return losses.tidar_weights(self.alpha)
+        if self.objective == "uniform":
+            return {"ar": self.ar_weight}
         if self.objective != "cdlm":
             return {}
         return {"distill": self.distill_weight, "consistency": self.consistency_weight, "dlm": self.dlm_weight}
@@ -102,6 +116,47 @@ class Stored(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Trajectory: ...
+
+
+class State(Protocol):
+    """A canvas before one of a teacher's steps; the names are those of `canvases.State`."""
+
+    @property
+    def canvas_S(self) -> Tensor: ...
+    @property
+    def open_S(self) -> Tensor: ...
+    @property
+    def seen_SK(self) -> Tensor | None: ...
+    @property
+    def seen_ids_SK(self) -> Tensor | None: ...
+
+
+class CanvasTrajectory(Protocol):
+    """What training reads of a stored trajectory of canvases."""
+
+    @property
+    def prompt_ids(self) -> list[int]: ...
+    @property
+    def answer_ids(self) -> list[int]: ...
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def steps(self) -> list[int]: ...
+    @property
+    def logits(self) -> Tensor: ...
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def total(self) -> Tensor: ...
+    def first(self, canvas: int) -> int: ...
+    def state(self, canvas: int, step: int) -> State: ...
+
+
+class StoredCanvases(Protocol):
+    """A sequence of them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> CanvasTrajectory: ...
 
 
 class _Drawing(Dataset):
@@ -158,6 +213,61 @@ class TrajectoryStates(_Drawing):
         }
 
 
+class CanvasStates(_Drawing):
+    """Trajectories of canvases as pairs of states of one canvas: y before a random step, y* later.
+
+    The canvas is uniform over those that the teacher finished, y over the states before its steps. y* is the finished canvas with
+    probability `finish`, else uniform over the states between them (finished if there are none). A row: prompt_ids, the finished
+    canvases before it included; y, y_star [S]; open, open_star [S], the slots that are not accepted; target, target_ids [S, k] and
+    target_total [S], the teacher's logits in the step that led to y*, conditioned as the teacher was; seen, seen_ids [S, k] and
+    seen_star, seen_star_ids, what self-conditioning saw at y and y*, and told, whether the student is told it at y. It is told nothing
+    at the first state of a canvas, and elsewhere with probability self_conditioning: the others stand for a student that jumps to y at
+    once, and has seen nothing either. For the restore loss: reference_prompt_ids, the prompt and the reference answer before one of its
+    canvases, that canvas (answer [S]), and its noise: level, uniform, token.
+    """
+
+    def __init__(
+        self, trajectories: StoredCanvases, model: DiffusionLM, max_new_tokens: int, canvas_length: int, seed: int, *,
+        self_conditioning: float = 0.5, finish: float = 0.5,
+    ):
+        super().__init__(seed)
+        self.trajectories, self.eos = trajectories, model.facts.eos_token_ids[0]
+        self.max_new_tokens, self.canvas_length = max_new_tokens, canvas_length
+        self.self_conditioning, self.finish = self_conditioning, finish
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row, draw, size = self.trajectories[index], self.generator(index), self.canvas_length
+
+        def below(limit: int) -> int:
+            return int(torch.randint(limit, (1,), generator=draw))
+
+        def chance() -> float:
+            return float(torch.rand(1, generator=draw))
+
+        canvas = below(len(row.steps))
+        steps = row.steps[canvas]
+        start, whole, between, told = below(steps), chance() < self.finish, chance(), chance() < self.self_conditioning
+        later = steps if whole or start + 1 == steps else start + 1 + int(between * (steps - 1 - start))
+        y, y_star, led = row.state(canvas, start), row.state(canvas, later), row.first(canvas) + later - 1
+        seen, seen_ids = (y.seen_SK, y.seen_ids_SK) if start else (torch.zeros_like(y_star.seen_SK), torch.zeros_like(y_star.seen_ids_SK))
+        answer_tokens = min(len(row.answer_ids) + 1, self.max_new_tokens)  # the end token too, unless the answer was cut
+        at = below(-(-answer_tokens // size)) * size
+        return {
+            "prompt_ids": [*row.prompt_ids, *row.tokens[: canvas * size].tolist()],
+            "y": y.canvas_S, "open": y.open_S, "seen": seen, "seen_ids": seen_ids, "told": torch.tensor(told and start > 0),
+            "y_star": y_star.canvas_S, "open_star": y_star.open_S, "seen_star": y_star.seen_SK, "seen_star_ids": y_star.seen_ids_SK,
+            "target": row.logits[led], "target_ids": row.ids[led].long(), "target_total": row.total[led],
+            "reference_prompt_ids": [*row.prompt_ids, *row.answer_ids[:at]],
+            "answer": torch.tensor(data.fill_budget(row.answer_ids, at + size, self.eos))[at:],
+            "level": torch.rand(1, generator=draw)[0],
+            "uniform": torch.rand(size, generator=draw),
+            "token": torch.rand(size, generator=draw),
+        }
+
+
 class AnswerNoise(_Drawing):
     """Examples as noisy answers: prompt_ids, answer_ids, level, uniform [max_new_tokens] and levels, as many as a row has blocks.
 
@@ -184,6 +294,19 @@ class AnswerNoise(_Drawing):
         }
 
 
+class CanvasNoise(AnswerNoise):
+    """Examples with the draws of one noisy canvas each: `canvas` chooses which of the answer's, `level`, `uniform` and `token` are its
+    noise, `told` decides whether self-conditioning is told something. Canvases behind the one with the end token are never drawn."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row, draw = super().__getitem__(index), self.generator(index)
+        draw.manual_seed(data.sample_seed(draw.initial_seed(), 1))  # a stream of its own beside that of the row it adds to
+        return {
+            **row, "canvas": torch.rand(1, generator=draw)[0], "told": torch.rand(1, generator=draw)[0],
+            "token": torch.rand(self.max_new_tokens, generator=draw),
+        }
+
+
 class Collator:
     """Rows to tensors: prompts padded on the left, everything else stacked.
 
@@ -202,6 +325,10 @@ class Collator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         prompt, valid = data.pad_left([row["prompt_ids"] for row in rows], self.pad)
         batch = {"prompt": prompt, "prompt_valid": valid}
+        if "reference_prompt_ids" in rows[0]:
+            reference, reference_valid = data.pad_left([row["reference_prompt_ids"] for row in rows], self.pad)
+            batch |= {"reference": reference, "reference_valid": reference_valid}
+            return batch | {key: torch.stack([row[key] for row in rows]) for key in rows[0] if not key.endswith("prompt_ids")}
         if "answer_ids" in rows[0]:
             longest = min(max(len(row["answer_ids"]) for row in rows) + 1, self.max_new_tokens)
             if self.whole_blocks is None:
@@ -215,6 +342,9 @@ class Collator:
             batch["answer"] = torch.tensor([data.fill_budget(row["answer_ids"], slots, self.eos) for row in rows])
             batch["uniform"] = torch.stack([row["uniform"][:slots] for row in rows])
             batch["level"] = torch.stack([row["level"] for row in rows])
+            for key in ("canvas", "told", "token"):
+                if key in rows[0]:
+                    batch[key] = torch.stack([row[key] for row in rows])
         else:
             for key in ("y", "y_star", "decoded", "hidden", "answer", "uniform", "level"):
                 if key in rows[0]:
@@ -276,7 +406,8 @@ class CDLMTrainer(Trainer):
         teacher_head: nn.Module | None = None, lengths: Sequence[tuple[int, int]] | None = None, peft_model: Any = None,
         **kwargs: Any,
     ):
-        if args.objective == "cdlm" and args.distill_weight > 0 and teacher_head is None:
+        stored_logits = isinstance(train_dataset, CanvasStates)
+        if args.objective == "cdlm" and args.distill_weight > 0 and teacher_head is None and not stored_logits:
             raise ValueError("objective cdlm with distill_weight > 0 needs teacher_head, the teacher's lm_head")
         if args.n_gpu > 1 or args.world_size > 1 or args.bf16 or args.fp16:
             raise ValueError(
@@ -416,10 +547,47 @@ def tidar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
     return {name: losses.next_token(model.head(row_BND), batch["answer"], asked_BN) for name, row_BND in halves.items()}
 
 
+def _canvas_noise(trainer: CDLMTrainer, batch: dict[str, Tensor], clean_BS: Tensor) -> Tensor:
+    """A clean canvas with the batch's noise on it, [B, S]."""
+    args = trainer.args
+    assert isinstance(args, CDLMConfig)
+    slots = clean_BS.shape[1]
+    level_B = noise.noise_level(batch["level"], trainer._cap(), args.noise_floor)
+    everywhere = torch.ones_like(clean_BS, dtype=torch.bool)
+    return trainer.diffusion.noise.corrupt(clean_BS, level_B, everywhere, batch["uniform"][:, :slots], batch["token"][:, :slots])[0]
+
+
+def uniform_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Uniform noise: cross-entropy on all slots of one canvas a row, behind the clean text before it, and the causal encoder's next-token
+    cross-entropy on the answer and its end token.
+
+    The canvas is drawn from those up to the one with the end token; behind it stand end tokens, which are targets too. Rows are told what
+    a first forward without gradients saw, with probability `self_conditioning` each; the others are told nothing.
+    """
+    model, args = trainer.diffusion, trainer.args
+    assert isinstance(args, CDLMConfig)
+    size, prompt = args.block_length, batch["prompt"].shape[1]
+    canvases_B = -(-batch["length"] // size)
+    first_B = (batch["canvas"] * canvases_B).long().clamp(max=canvases_B - 1) * size
+    clean_BS = batch["answer"].gather(1, first_B[:, None] + torch.arange(size, device=first_B.device))
+    noisy_BS = _canvas_noise(trainer, batch, clean_BS)
+    longest = int(batch["length"].max())  # no canvas is behind what stands further on, and no token there is a target
+    ids_BL, valid_BL, _ = _whole(batch, batch["answer"][:, :longest])
+    row_BLD, canvas_BSD = model.text_and_canvas(ids_BL, valid_BL, prompt + first_B, noisy_BS, batch["told"] < args.self_conditioning)
+    asked_BN = torch.arange(longest, device=first_B.device) < batch["length"][:, None]
+    everywhere = torch.ones_like(clean_BS, dtype=torch.bool)
+    return {
+        "diffusion": losses.next_token_from_hidden(canvas_BSD, model.head, clean_BS, everywhere, model.vocab),
+        "ar": losses.next_token_from_hidden(row_BLD[:, prompt:], model.head, ids_BL[:, prompt:], asked_BN, model.vocab),
+    }
+
+
 def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Equations 4, 5 and 6; those of weight 0 are left out, and so is the forward that only they need."""
     model, args = trainer.diffusion, trainer.args
     assert isinstance(args, CDLMConfig)
+    if "open_star" in batch:
+        return canvas_losses(trainer, batch)
     prompt, mask, block = batch["prompt"].shape[1], model.facts.mask_token_id, args.block_length
     out: dict[str, Tensor] = {}
     if args.distill_weight or args.consistency_weight:
@@ -443,6 +611,41 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
     return out
 
 
+def canvas_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Equations 4, 5 and 6 on one canvas a row, where every slot is decided anew at every step (`CanvasStates` says what a batch holds).
+
+    distill: KL from the teacher's logits, not divided by a temperature, on slots accepted between y and y*. consistency: KL from the
+    student at y*, told what the teacher was told there, on slots open in both. dlm: cross-entropy on all slots of a noisy reference
+    canvas behind the reference before it, told nothing.
+    """
+    model, args = trainer.diffusion, trainer.args
+    assert isinstance(args, CDLMConfig)
+    prompt, valid, size = batch["prompt"], batch["prompt_valid"], args.block_length
+    out: dict[str, Tensor] = {}
+    if args.distill_weight or args.consistency_weight:
+        seen = Seen(batch["seen"], batch["seen_ids"], batch["told"])
+        row_BSD = model.answer_hidden(prompt, valid, batch["y"], size, seen)
+        if args.distill_weight:
+            out["distill"] = losses.top_k_distillation_from_hidden(
+                row_BSD, model.head, batch["target"], batch["target_ids"], batch["target_total"], batch["open"] & ~batch["open_star"],
+                model.vocab,
+            )
+        if args.consistency_weight:
+            with torch.no_grad(), eval_mode(model.hf):
+                seen_star = Seen(batch["seen_star"], batch["seen_star_ids"])
+                later_BSD = model.answer_hidden(prompt, valid, batch["y_star"], size, seen_star)
+            open_both_BS = batch["open"] & batch["open_star"]
+            out["consistency"] = losses.consistency_from_hidden(
+                row_BSD, model.head, later_BSD, model.head, open_both_BS, model.vocab
+            )
+    if args.dlm_weight:
+        noisy_BS = _canvas_noise(trainer, batch, batch["answer"])
+        row_BSD = model.answer_hidden(batch["reference"], batch["reference_valid"], noisy_BS, size)
+        everywhere = torch.ones_like(noisy_BS, dtype=torch.bool)
+        out["dlm"] = losses.next_token_from_hidden(row_BSD, model.head, batch["answer"], everywhere, model.vocab)
+    return out
+
+
 @contextlib.contextmanager
 def eval_mode(model: nn.Module):
     """Without dropout, as the target of equation 5 is computed."""
@@ -454,7 +657,9 @@ def eval_mode(model: nn.Module):
         model.train(was)
 
 
-OBJECTIVES = {"cdlm": cdlm_losses, "mdlm": mdlm_losses, "bd3lm": bd3lm_losses, "ar": ar_losses, "tidar": tidar_losses}
+OBJECTIVES = {
+    "cdlm": cdlm_losses, "mdlm": mdlm_losses, "bd3lm": bd3lm_losses, "ar": ar_losses, "tidar": tidar_losses, "uniform": uniform_losses,
+}
 
 
 def match_targets(hf: nn.Module, targets: list[str]) -> None:
@@ -473,5 +678,7 @@ def add_lora(model: DiffusionLM, *, rank: int, alpha: int, targets: list[str], d
     from peft import LoraConfig, get_peft_model
 
     match_targets(model.hf, targets)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=model.left_alone, lora_dropout=dropout, bias="none"
+    )
     return get_peft_model(model.hf, config)

@@ -224,6 +224,10 @@ def last_slot(block_origin: str, prompt_length: int, max_new_tokens: int, block_
     return -(-(tail + max_new_tokens) // block_length) * block_length - tail
 
 
+# A batch's trajectories: of each the values of its parquet row, and its tensors, whose first dimension grows where rows are joined.
+Collected = list[tuple[dict[str, Any], dict[str, Tensor]]]
+
+
 def collect(
     model: DiffusionLM,
     examples: list[data.Example],
@@ -238,6 +242,8 @@ def collect(
     right: Callable[[data.Example, list[int]], bool],
     request: dict[str, Any],
     say: Callable[[str], None] = print,
+    batch_of: Callable[..., Collected] | None = None,
+    schema: dict[str, str] = SCHEMA,
 ) -> dict[str, Any]:
     """Decode every prompt at every temperature into `folder`, and return the manifest. Goes on at the first missing shard.
 
@@ -245,8 +251,12 @@ def collect(
     if it is a block diffusion model, as such in blocks of its own length, which must divide the student's. A shard's content
     depends on the request alone, so a run that was killed ends with the same files as one that was not.
     right: whether the tokens of an answer are a right one, for the screen.
+    batch_of: decodes a batch, with the arguments of `_decode_batch`; schema: what its rows hold. (Another kind of trajectory: canvases.py.)
     """
-    asked = teacher_decoding(model.facts, config.max_new_tokens, config.block_length, stop_at_eos=config.stop_at_eos)
+    asked = config
+    if batch_of is None:
+        batch_of = _decode_batch
+        asked = teacher_decoding(model.facts, config.max_new_tokens, config.block_length, stop_at_eos=config.stop_at_eos)
     claim(folder, folder / "collection.json", request)
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
@@ -256,30 +266,28 @@ def collect(
         say(f"collect: {len(shards) - len(todo)} of {len(shards)} shards are there already")
     began = time.monotonic()
     for done, i in enumerate(todo, start=1):
-        rows, hidden = [], []
+        rows: Collected = []
         # Prompts of similar length share a batch, so little is computed for padding.
         order = sorted(shards[i], key=lambda job: (job[1][1], len(job[1][0].prompt_ids)))
         for start in range(0, len(order), batch_size):
-            batch_rows, batch_hidden = _decode_batch(model, order[start : start + batch_size], asked, config, seed, screen, right)
-            rows += batch_rows
-            hidden.append(batch_hidden)
-        by_id = sorted(range(len(rows)), key=lambda r: rows[r]["id"])
-        write_shard(folder, names[i], [rows[r] for r in by_id], torch.cat(hidden)[by_id])
+            rows += batch_of(model, order[start : start + batch_size], asked, config, seed, screen, right)
+        rows.sort(key=lambda row: row[0]["id"])
+        joined = {name: torch.cat([tensors[name] for _, tensors in rows]) for name in rows[0][1]}
+        write_shard(folder, names[i], [row for row, _ in rows], joined, schema)
         spent = time.monotonic() - began
         count = sum(len(shards[j]) for j in todo[:done])
         left = spent / count * (sum(len(shards[j]) for j in todo) - count)
         say(f"collect: shard {i + 1} of {len(shards)}, {count / spent:.1f} trajectories/s, about {left:.0f} s left")
-    return write_manifest(folder, names, request, screen)
+    return write_manifest(folder, names, request, screen, schema=schema)
 
 
 def _decode_batch(
     model: DiffusionLM, jobs: list[tuple[int, tuple[data.Example, float]]], config: DecodeConfig, student: DecodeConfig, seed: int,
     screen: Screen, right: Callable[[data.Example, list[int]], bool],
-) -> tuple[list[dict[str, Any]], Tensor]:
-    """Trajectories of a batch as parquet rows and hidden rows [B, N, D]."""
-    rows: list[dict[str, Any]] = []
-    hidden = []
-    width = slots(model.facts.block_origin, student.max_new_tokens, student.block_length)
+) -> Collected:
+    """Trajectories of a batch, hidden rows [1, N, D] beside each."""
+    rows: Collected = []
+    width = slots(model.facts, student.max_new_tokens, student.block_length)
     config = DecodeConfig(**{**asdict(config), "max_new_tokens": width})  # the student's last block, whole
     for temperature in sorted({t for _, (_, t) in jobs}):
         part = [(number, example) for number, (example, t) in jobs if t == temperature]
@@ -290,7 +298,6 @@ def _decode_batch(
             model, prompts.to(model.device), valid.to(model.device),
             DecodeConfig(**{**asdict(config), "temperature": temperature}), callback=recorder, seeds=seeds,
         )
-        hidden.append(recorder.hidden)
         final = out.filled_BM[:, :width].cpu()
         for row, (number, example) in enumerate(part):
             last = last_slot(model.facts.block_origin, len(example.prompt_ids), student.max_new_tokens, student.block_length)
@@ -300,18 +307,20 @@ def _decode_batch(
             within = final[row, : min(last, student.max_new_tokens, out.decoded_tokens[row])].tolist()
             ends = [i for i, token in enumerate(within) if token in model.facts.eos_token_ids]
             answer_ids, stop = (within[: ends[0]], "eos") if ends else (within, "length")
-            rows.append({
+            rows.append(({
                 "id": number, "example": example.index, "group": example.group, "temperature": temperature, "seed": seeds[row],
                 "prompt_ids": example.prompt_ids, "answer_ids": example.answer_ids, "tokens": final[row].tolist(),
                 "step": recorder.step[row].tolist(), "confidence": recorder.confidence[row].tolist(),
                 "decoded": min(out.decoded_tokens[row], last), "stop": stop,
                 "screened": screen.reason(answer_ids, stop, right(example, answer_ids)),
-            })
-    return rows, torch.cat(hidden)
+            }, {"hidden": recorder.hidden[row : row + 1]}))
+    return rows
 
 
-def write_shard(folder: Path, name: str, rows: list[dict[str, Any]], hidden: Tensor | None) -> None:
-    """A shard whole, parquet last; without hidden rows there is no safetensors file. rows: values by the names of SCHEMA."""
+def write_shard(
+    folder: Path, name: str, rows: list[dict[str, Any]], tensors: dict[str, Tensor] | None, schema: dict[str, str] = SCHEMA
+) -> None:
+    """A shard whole, parquet last; without tensors there is no safetensors file. rows: values by the names of the schema."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -320,11 +329,12 @@ def write_shard(folder: Path, name: str, rows: list[dict[str, Any]], hidden: Ten
         "id": pa.int64(), "example": pa.int64(), "group": pa.string(), "temperature": pa.float32(), "seed": pa.int64(),
         "prompt_ids": ints, "answer_ids": ints, "tokens": ints, "step": pa.list_(pa.int16()), "confidence": floats,
         "decoded": pa.int32(), "stop": pa.string(), "screened": pa.string(),
+        "steps": ints, "left": ints, "temperatures": floats, "canvas": ints, "accepted": pa.list_(pa.bool_()), "argmax": ints,
     }
-    table = pa.Table.from_pylist(rows, schema=pa.schema(list(types.items())))
-    if hidden is not None:
+    table = pa.Table.from_pylist(rows, schema=pa.schema([(name, types[name]) for name in schema]))
+    if tensors:
         partial = folder / f"{name}.safetensors.partial"
-        save_file({"hidden": hidden.contiguous()}, partial, {"format_version": str(FORMAT_VERSION)})
+        save_file({name: value.contiguous() for name, value in tensors.items()}, partial, {"format_version": str(FORMAT_VERSION)})
         partial.replace(folder / f"{name}.safetensors")
     partial = folder / f"{name}.parquet.partial"
     pq.write_table(table, partial)
@@ -332,7 +342,7 @@ def write_shard(folder: Path, name: str, rows: list[dict[str, Any]], hidden: Ten
 
 
 def write_manifest(
-    folder: Path, names: list[str], request: dict[str, Any], screen: Screen, *, hidden: bool = True
+    folder: Path, names: list[str], request: dict[str, Any], screen: Screen, *, hidden: bool = True, schema: dict[str, str] = SCHEMA
 ) -> dict[str, Any]:
     """Count what the shards hold, and write and return the manifest: the folder is finished."""
     import pyarrow.parquet as pq
@@ -346,7 +356,7 @@ def write_manifest(
         total += table.num_rows
     manifest = {
         "format_version": FORMAT_VERSION,
-        "schema": SCHEMA,
+        "schema": schema,
         "request": request,
         "shards": names,
         "trajectories": total,

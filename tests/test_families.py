@@ -41,7 +41,7 @@ def test_eos_may_be_pad():
 
 
 @pytest.mark.parametrize("name, wrong, allowed", [
-    ("noise", "gaussian", "absorbing"),
+    ("noise", "gaussian", "absorbing, uniform"),
     ("block_origin", "end", "prompt_end, zero"),
     ("prompt_attention", "full", "bidirectional, block_causal, causal"),
 ])  # fmt: skip

@@ -14,7 +14,7 @@ FLOORS = {
     1: ("attention", "cache"),
     2: ("families",),
     3: ("decode", "speculate", "data"),
-    4: ("trajectories", "trainer"),
+    4: ("trajectories", "canvases", "trainer"),
     5: ("evaluate", "hub", "exported", "importers"),
     6: ("recipe", "cli", "stages", "plan", "ablate", "bench", "trace"),
 }
@@ -26,11 +26,11 @@ HIGHEST = {
     "attention": 0, "cache": -1,
     "families": 1,
     "decode": 2, "speculate": 2, "data": -1,
-    "trajectories": 3, "trainer": 3,
+    "trajectories": 3, "canvases": 4, "trainer": 3,
     "evaluate": 4, "hub": 3, "exported": -1, "importers": 4,
     "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "ablate": 6, "bench": 6, "trace": 6,
 }  # fmt: skip
-NEVER = {("trainer", "decode")}
+NEVER = {("trainer", "decode"), ("canvases", "trainer"), ("trajectories", "canvases")}
 
 # room -> libraries it may use besides the standard one. A room that is not here answers to HEAVY only.
 LIBRARIES = {

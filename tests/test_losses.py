@@ -232,3 +232,107 @@ def test_finite_raises_with_the_name_of_the_loss(value):
 def test_finite_gives_the_loss_back():
     loss = torch.tensor(0.0, requires_grad=True)
     assert losses.finite(loss, "distill") is loss
+
+
+def heads(seed: int, rows: int, length: int = 5, width: int = 3, vocab: int = 7):
+    """Hidden rows of a student and a target [B, L, D], a head for each, and a set [B, L] that may be empty in some rows."""
+    draw = torch.Generator().manual_seed(seed)
+    student, target = (torch.randn(rows, length, width, generator=draw) for _ in range(2))
+    own, other = torch.nn.Linear(width, vocab), torch.nn.Linear(width, vocab)
+    with torch.no_grad():
+        for parameter in (*own.parameters(), *other.parameters()):
+            parameter.copy_(2 * torch.randn(parameter.shape, generator=draw))
+    chosen = torch.rand(rows, length, generator=draw) < 0.6
+    chosen[torch.rand(rows, generator=draw) < 0.2] = False
+    return student.requires_grad_(), target, own, other, chosen
+
+
+def both_ways(seed: int, rows: int) -> dict[str, tuple]:
+    """Each loss of logits and of hidden rows, as (value, gradients of the rows and of the head)."""
+    student, target, own, other, chosen = heads(seed, rows)
+    draw = torch.Generator().manual_seed(seed)
+    token = torch.randint(0, 7, chosen.shape, generator=draw)
+    level, length = 0.1 + 0.9 * torch.rand(rows, generator=draw), torch.full((rows,), 5.0)
+    student_logits, target_logits = own(student), other(target)
+    pairs = {
+        "distillation": (
+            losses.distillation(student_logits, target_logits, chosen),
+            losses.distillation_from_hidden(student, own, target, other, chosen, 7),
+        ),
+        "consistency": (
+            losses.consistency(student_logits, own(target), chosen),
+            losses.consistency_from_hidden(student, own, target, own, chosen, 7),
+        ),
+        "token_distillation": (
+            losses.token_distillation(student_logits, token, chosen), losses.token_distillation_from_hidden(student, own, token, chosen, 7),
+        ),
+        "masked_diffusion": (
+            losses.masked_diffusion(student_logits, token, chosen, level, length),
+            losses.masked_diffusion_from_hidden(student, own, token, chosen, level, length, 7),
+        ),
+        "next_token": (losses.next_token(student_logits, token, chosen), losses.next_token_from_hidden(student, own, token, chosen, 7)),
+    }  # fmt: skip
+    wanted = [student, own.weight, own.bias]
+    return {
+        name: tuple((loss, *torch.autograd.grad(loss, wanted, retain_graph=True)) for loss in pair) for name, pair in pairs.items()
+    }
+
+
+@given(seed=st.integers(0, 500), rows=st.integers(1, 4), rows_of_a_chunk=st.integers(1, 9))
+@settings(deadline=None, derandomize=True, max_examples=40)
+def test_a_loss_of_hidden_rows_is_the_loss_of_their_logits(seed, rows, rows_of_a_chunk):
+    """Value and gradients, however the slots are cut into chunks, the last of them shorter; empty sets too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "CHUNK_VALUES", 7 * rows_of_a_chunk)
+        for name, (of_logits, of_hidden) in both_ways(seed, rows).items():
+            for found, wanted in zip(of_hidden, of_logits, strict=True):
+                torch.testing.assert_close(found, wanted, atol=2e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def most_logits(loss, rows: int, vocab: int, monkeypatch) -> tuple[int, int]:
+    """The most fp32 values that one tensor holds, and all that autograd keeps for the backward, of a loss of so many slots."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    monkeypatch.setattr(losses, "CHUNK_VALUES", 4 * vocab)
+    hidden, head = torch.randn(1, rows, 2, requires_grad=True), torch.nn.Linear(2, vocab, bias=False)
+    everywhere, token = torch.ones(1, rows, dtype=torch.bool), torch.zeros(1, rows, dtype=torch.long)
+    largest, kept = 0, 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            nonlocal largest
+            out = function(*arguments, **(options or {}))
+            for part in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(part, torch.Tensor):
+                    largest = max(largest, part.numel())
+            return out
+
+    def keep(tensor):
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    with Watch():
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            value = loss(hidden, head, token, everywhere, vocab)
+        value.backward()
+    return largest, kept
+
+
+@pytest.mark.parametrize("name", ["distillation", "consistency", "cross-entropy"])
+def test_what_a_loss_holds_does_not_grow_with_vocabulary_times_length(name, monkeypatch):
+    """Chunks of four slots: at 16 times the slots no tensor is larger than four rows of logits or the head's gradient, and what is kept
+    for the backward is as much as the hidden rows, whatever the vocabulary."""
+    loss = {
+        "distillation": lambda h, head, token, chosen, v: losses.distillation_from_hidden(
+            h, head, h.detach() * 2, head, chosen, v
+        ),
+        "consistency": lambda h, head, token, chosen, v: losses.consistency_from_hidden(
+            h, head, h.detach() * 2, head, chosen, v
+        ),
+        "cross-entropy": losses.next_token_from_hidden,
+    }[name]
+    sizes = {(rows, vocab): most_logits(loss, rows, vocab, monkeypatch) for rows in (8, 128) for vocab in (100, 1000)}
+    for (_, vocab), (largest, _) in sizes.items():
+        assert largest == 4 * vocab
+    assert sizes[128, 1000][1] == sizes[128, 100][1] < 20 * 128

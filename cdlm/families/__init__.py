@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from cdlm import attention as attending
-from cdlm.families import adapter, causal, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, nemotron, sdar, zaya
+from cdlm.families import adapter, causal, diffusion_gemma, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, nemotron, sdar, zaya
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import listed, read_json, stock_tokenizer
-from cdlm.families.wrap import wrap
+from cdlm.families.wrap import CLASSES, wrap
 
 FAMILIES: dict[str, ModuleType] = {
-    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, nemotron, zaya, causal)
+    module.NAME: module
+    for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, nemotron, zaya, diffusion_gemma, causal)
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("auto", *attending.BACKENDS)
@@ -225,6 +226,12 @@ def set_attention(hf: Any, backend: str, device: str) -> None:
     """Give a transformers model one of this package's attention backends."""
     if backend not in ATTENTION:
         raise ValueError(f"attention is {backend!r}; allowed: {', '.join(ATTENTION)}")
+    own = CLASSES.get(hf.config.model_type, DiffusionLM).own_attention
+    if own is not None:
+        if backend not in ("auto", own):
+            kind = hf.config.model_type
+            raise ValueError(f"attention is {backend!r}; a model of type {kind} takes transformers' own {own}: auto or {own}")
+        return
     if backend != "auto" or torch.device(device).type != "cpu":
         attending.register()
         hf.set_attn_implementation(attending.PREFIX + backend)
@@ -257,7 +264,7 @@ def load_tokenizer(path_or_id: str | Path, facts: Facts):
         causal.add_mask(tokenizer)
     for name, stated in (("mask", facts.mask_token_id), ("pad", facts.pad_token_id)):
         found = getattr(tokenizer, f"{name}_token_id")
-        if found is not None and found != stated:
+        if stated is not None and found is not None and found != stated:
             raise ValueError(f"the tokenizer's {name} token is {found}, the checkpoint's is {stated}: not the tokenizer of this model")
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in facts.eos_token_ids:
         raise ValueError(

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdlm import attention, masks
+from cdlm import attention, masks, noise
 from cdlm.cache import BlockCache, WholeCache
 
 CHOICES = {
-    "noise": ("absorbing",),
+    "noise": noise.PROCESSES,
     "block_origin": masks.ORIGINS,
     "prompt_attention": masks.PROMPT_ATTENTION,
     "text_attention": ("block_causal", "causal"),
@@ -26,11 +26,12 @@ CHOICES = {
 class Facts:
     """What a checkpoint's weights do not say about how it denoises (design: "What a family must offer").
 
+    mask_token_id: None exactly where the noise is uniform, which has no mask token.
     draft_length: of a causal LM that was trained with objective tidar, the masks of a block that it fills in one forward behind any text.
     text_attention: how the tokens of a finished block look at one another once they are committed; see `DiffusionLM.diffusion_mode`.
     """
 
-    mask_token_id: int
+    mask_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     block_length: int | None = None
@@ -42,7 +43,10 @@ class Facts:
     text_attention: str = "block_causal"
 
     def __post_init__(self) -> None:
-        whole = [("mask_token_id", self.mask_token_id), ("pad_token_id", self.pad_token_id)]
+        if self.noise == "uniform" and self.mask_token_id is not None:
+            raise ValueError(f"mask_token_id is {self.mask_token_id!r}; uniform noise has no mask token, leave it null")
+        whole = [("mask_token_id", self.mask_token_id)] if self.noise != "uniform" else []
+        whole += [("pad_token_id", self.pad_token_id)]
         whole += [("eos_token_id", end) for end in self.eos_token_ids]
         whole += [(name, getattr(self, name)) for name in ("block_length", "draft_length") if getattr(self, name) is not None]
         for name, value in whole:
@@ -59,6 +63,8 @@ class Facts:
             raise ValueError(f"block_length is {self.block_length}; a block holds at least 1 token")
         if self.draft_length is not None and self.draft_length < 1:
             raise ValueError(f"draft_length is {self.draft_length}; a draft holds at least 1 token")
+        if self.noise == "uniform" and self.block_length is None:
+            raise ValueError("block_length is None; a model of uniform noise has a canvas of a fixed number of slots")
         if self.mask_token_id == self.pad_token_id or self.mask_token_id in self.eos_token_ids:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is also the pad or an end-of-sequence token "
@@ -69,13 +75,30 @@ class Facts:
         """A ValueError for a token id that the model has no embedding for."""
         for name, number in (("mask_token_id", self.mask_token_id), ("pad_token_id", self.pad_token_id),
                              *(("eos_token_id", end) for end in self.eos_token_ids)):  # fmt: skip
-            if not 0 <= number < rows:
+            if number is not None and not 0 <= number < rows:
                 raise ValueError(f"{where}: {name} is {number}; the model has embeddings for ids 0 to {rows - 1}")
 
     @property
     def block_causal(self) -> bool:
         """Whether the checkpoint itself is a block diffusion model, trained under the block-causal mask with blocks of block_length."""
         return self.block_length is not None
+
+    @property
+    def mask_id(self) -> int:
+        """The mask token, for what can't do without one; a ValueError where the model has none."""
+        if self.mask_token_id is None:
+            raise ValueError(f"this model has no mask token (its noise is {self.noise}), and what was asked for needs one")
+        return self.mask_token_id
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether the last block has all its slots also where the budget ends inside it, as such models were trained."""
+        return self.block_origin == "zero" or self.noise == "uniform"
+
+    @property
+    def unfilled_id(self) -> int:
+        """What stands in a slot that was never filled: the mask token, or padding where there is none."""
+        return self.pad_token_id if self.mask_token_id is None else self.mask_token_id
 
     def of_diffusion_mode(self) -> "Facts":
         """The facts of `DiffusionLM.diffusion_mode`."""
@@ -96,6 +119,19 @@ class Facts:
         return named
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What self-conditioning is told of the step before: its logits behind the temperature, whole or the k largest of each slot.
+
+    logits_BSK: [B, S, V], or [B, S, k] with the token ids beside them; probabilities are a softmax over what is there.
+    on_B: rows of False are told nothing, as at the first step of a canvas. None: all are told.
+    """
+
+    logits_BSK: Tensor
+    ids_BSK: Tensor | None = None
+    on_B: Tensor | None = None
+
+
 FACT_NAMES = tuple(field.name for field in fields(Facts))
 
 
@@ -103,6 +139,11 @@ class DiffusionLM(nn.Module):
     """A stock transformers decoder with the facts of a diffusion LM. `hf` is the transformers model, LoRA layers included."""
 
     hf: Any
+    objectives: tuple[str, ...] = ("cdlm", "mdlm", "bd3lm", "ar", "tidar")  # what its forwards can be trained for
+    redecides = False  # whether a step decides every slot anew, so that what a teacher did is told by its states
+    commits_apart = False  # whether committing takes a forward of its own, in place of going along with a block's first step
+    left_alone: str | None = None  # a regular expression for the names of modules that no adapter goes on
+    own_attention: str | None = None  # transformers' attention that the model must have, where this package's can't say its masks
     masks_suffice = True  # whether positions and a mask say all that a forward must know; not where layers mix neighbouring rows
 
     def __init__(self, hf: nn.Module, facts: Facts, family: str):
@@ -114,9 +155,44 @@ class DiffusionLM(nn.Module):
         return next(self.hf.parameters()).device
 
     @property
+    def text_config(self) -> Any:
+        """The transformers config of the text model: sizes of layers and vocabulary."""
+        return self.hf.config.get_text_config()
+
+    @property
+    def hidden_size(self) -> int:
+        """D, numbers in a hidden row."""
+        return self.text_config.hidden_size
+
+    @property
+    def noise(self) -> noise.Process:
+        """What noise is to this model."""
+        return noise.process(self.facts.noise, self.facts.mask_token_id, self.text_config.vocab_size)
+
+    @property
     def head(self) -> nn.Module:
-        """lm_head: final-norm hidden rows -> logits."""
+        """Final-norm hidden rows -> the model's logits: lm_head, and what the model does behind it."""
         return self.hf.get_output_embeddings()
+
+    @property
+    def own_decoding(self) -> dict[str, Any]:
+        """Values of `decode.DecodeConfig` by which the checkpoint itself says that it decodes; empty where it says nothing."""
+        return {}
+
+    def state_decoding(self, values: dict[str, Any]) -> None:
+        """Have the checkpoint say that it decodes so, in what `hf.save_pretrained` writes; values of `decode.DecodeConfig`."""
+        if "confidence_threshold" in values:
+            self.hf.config.confidence_threshold = values["confidence_threshold"]
+
+    @property
+    def vocab(self) -> int:
+        """V, the logits of a row."""
+        return self.text_config.vocab_size
+
+    @property
+    def unmergeable(self) -> str | None:
+        """Why an adapter can't be merged into this model's weights; None where it can."""
+        return None
 
     def _rows(
         self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | WholeCache | None, before_BL: Tensor | None = None
@@ -176,6 +252,24 @@ class DiffusionLM(nn.Module):
             horizon_BL = self._horizon(position_BL, prompt_length_B, block_length)
         mask = self._mask(masks.clean(horizon_BL, position_BL, valid_BL))
         return self._align(self._rows(ids_BL, mask, position_BL, None), None)
+
+    def answer_hidden(
+        self, prompt_BP: Tensor, prompt_valid_BP: Tensor, slots_BN: Tensor, block_length: int | None, seen: Seen | None = None
+    ) -> Tensor:
+        """Aligned final-norm hidden rows of answer slots behind a left-padded prompt, [B, N, D].
+
+        block_length: as in `sequence_hidden`. seen: for models with self-conditioning, what they are told of the step before.
+        """
+        _no_seen(seen)
+        ids_BL = torch.cat([prompt_BP, slots_BN], dim=1)
+        valid_BL = torch.cat([prompt_valid_BP, torch.ones_like(slots_BN, dtype=torch.bool)], dim=1)
+        return self.sequence_hidden(ids_BL, valid_BL, prompt_valid_BP.sum(dim=1), block_length)[:, prompt_BP.shape[1] :]
+
+    def text_and_canvas(
+        self, ids_BL: Tensor, valid_BL: Tensor, start_B: Tensor, canvas_BS: Tensor, told_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of clean text and of one canvas a row behind part of it; only models that have canvases can."""
+        raise ValueError(f"family {self.family}: this model has no canvases; objective uniform is for models that have")
 
     def sequence_logits(self, *args, **kwargs) -> Tensor:
         """Aligned logits of whole sequences, [B, L, V]; arguments as in `sequence_hidden`."""
@@ -267,21 +361,24 @@ class DiffusionLM(nn.Module):
 
     def new_cache(self, prompt_length_B: Tensor, capacity: int) -> BlockCache:
         """An empty cache for prompts of these lengths and `capacity` tokens a row, padding included."""
-        return BlockCache(layers=self.hf.config.num_hidden_layers, capacity=capacity, prompt_length_B=prompt_length_B)
+        return BlockCache(layers=self.text_config.num_hidden_layers, capacity=capacity, prompt_length_B=prompt_length_B)
 
     def new_whole_cache(self, length: int) -> WholeCache:
         """An empty cache for sequences of `length` tokens, padding included."""
-        return WholeCache(layers=self.hf.config.num_hidden_layers, length=length)
+        return WholeCache(layers=self.text_config.num_hidden_layers, length=length)
 
     def denoise(
-        self, block_BS: Tensor, cache: BlockCache, block_length: int, commit: tuple[Tensor, Tensor] | None = None
+        self, block_BS: Tensor, cache: BlockCache, block_length: int, commit: tuple[Tensor, Tensor] | None = None,
+        seen: Seen | None = None,
     ) -> Tensor:
         """Aligned hidden rows of the active block against the committed prefix, [B, S, D].
 
         commit: (ids_BC, valid_BC), clean tokens that stand between the prefix and the block: the prompt before the first
             block, the finished block before any other. They go through the same forward, under the block-causal mask, and
             their keys and values stay in the cache; those of the block do not.
+        seen: for models with self-conditioning, what they are told of the step before.
         """
+        _no_seen(seen)
         fresh_valid_BL = torch.ones_like(block_BS, dtype=torch.bool)
         if commit is None:
             ids_BL, count = block_BS, 0
@@ -317,3 +414,8 @@ class DiffusionLM(nn.Module):
     def commit(self, ids_BC: Tensor, valid_BC: Tensor, cache: BlockCache, block_length: int) -> None:
         """Append clean tokens to the cache, from a forward of their own (`denoise(commit=...)` saves that forward)."""
         self.denoise(ids_BC[:, :0], cache, block_length, commit=(ids_BC, valid_BC))
+
+
+def _no_seen(seen: Seen | None) -> None:
+    if seen is not None:
+        raise ValueError("this model has no self-conditioning; it can't be told what the step before saw")

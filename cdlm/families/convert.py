@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from cdlm.families import checkpoint, native
-from cdlm.families.base import Facts
+from cdlm.families.base import DiffusionLM, Facts
 
 SOURCE = "diffusion_source"
 COPIED = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json", "added_tokens.json")
@@ -41,13 +41,20 @@ def native_config(config: dict[str, Any], module: ModuleType, facts: Facts) -> A
     return made
 
 
+def auto_class(model_type: Any) -> Any:
+    """The Auto class that makes a language model of this model_type: the one of causal LMs, or of models that also take images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    causal, images = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if model_type in images and model_type not in causal else AutoModelForCausalLM
+
+
 def skeleton(config: Any) -> Any:
     """The class without weights; a ValueError where the config makes none."""
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return auto_class(config.model_type).from_config(config)
     except (TypeError, RuntimeError, ZeroDivisionError, KeyError, AssertionError) as error:
         raise ValueError(f"config.json makes no model: {error}") from None
 
@@ -91,11 +98,12 @@ def load(folder: Path, config: dict[str, Any], module: ModuleType, facts: Facts,
 def load_stock(folder: Path, dtype: torch.dtype) -> Any:
     """A folder under a stock architecture as its own class; what is missing, too much, of another shape or not finite is refused with its
     name, where transformers would start it at random or say so in a warning."""
-    from transformers import AutoModelForCausalLM
+    from cdlm.families.decoder import read_json
+    from cdlm.families.wrap import CLASSES
 
-    files = checkpoint.Files(folder)
+    files, model_type = checkpoint.Files(folder), read_json(folder / "config.json").get("model_type")
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = auto_class(model_type).from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True, ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -111,7 +119,8 @@ def load_stock(folder: Path, dtype: torch.dtype) -> Any:
     for key, tensor in model.named_parameters():
         if tensor.numel() and not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):
             raise ValueError(f"{files.file(key) if key in files else folder}: {key} holds NaN or infinity")
-    _refuse_scaled_logits(model, folder)
+    if CLASSES.get(str(model_type), DiffusionLM).head is DiffusionLM.head:
+        _refuse_scaled_logits(model, folder)
     return model
 
 

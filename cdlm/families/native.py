@@ -18,11 +18,13 @@ def matches(config: dict[str, Any]) -> bool:
 
 def facts(config: dict[str, Any]) -> Facts:
     """The facts that config.json states; a missing mask token or end-of-sequence token is refused, never guessed."""
-    for key in ("mask_token_id", "eos_token_id", "pad_token_id"):
+    marked = config.get("noise", "absorbing") != "uniform"
+    for key in (*(("mask_token_id",) if marked else ()), "eos_token_id", "pad_token_id"):
         if config.get(key) is None:
             raise ValueError(f"config.json has no {key}; a {NAME} diffusion checkpoint must state it (pad and eos are not stand-ins)")
     eos = config["eos_token_id"]
     stated = {name: config[name] for name in FACT_NAMES if config.get(name) is not None and name != "eos_token_ids"}
+    stated.setdefault("mask_token_id", None)
     return Facts(**stated, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
 
 
@@ -40,3 +42,5 @@ def state(config: Any, facts: Facts) -> None:
     for key, value in stated.items():
         setattr(config, key, value)
     config.eos_token_id, config.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id
+    if hasattr(config, "canvas_length"):  # transformers' own name of it, where a class has one
+        config.canvas_length = facts.block_length

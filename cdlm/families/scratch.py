@@ -5,6 +5,7 @@
 "copying"  fan_in, and two matrices start as partners of others: lm_head is the embedding scaled by width ** -0.5, and each
            o_proj is the transpose of its v_proj. So a head that attends to a token raises that token's logit from the
            first step on, and attention learns where to look without waiting for a copying circuit to form by chance.
+A family whose layers need something else has a `start` of its own, which comes after these.
 """
 
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cdlm.families import native, zaya
+from cdlm.families import convert, diffusion_gemma, native, zaya
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.wrap import wrap
 
@@ -37,7 +38,7 @@ def _copying(hf: Any) -> None:
     if head is not embedding:
         head.copy_(embedding * embedding.shape[1] ** -0.5)
     for name, module in hf.named_modules():
-        if hasattr(module, "v_proj") and hasattr(module, "o_proj"):
+        if hasattr(module, "v_proj") and hasattr(module, "o_proj") and hf.config.model_type != diffusion_gemma.MODEL_TYPE:
             if module.o_proj.weight.shape != module.v_proj.weight.T.shape:
                 raise ValueError(
                     f"init copying: {name}.o_proj is {tuple(module.o_proj.weight.shape)}, the transpose of v_proj is "
@@ -55,30 +56,36 @@ def build(
 
     stated: facts besides those; without any the model is bidirectional with aligned logits.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     if init not in INITS:
         raise ValueError(f"scratch.init is {init!r}; allowed: {', '.join(INITS)}")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    for token in ("mask", "eos", "pad"):
+    config = AutoConfig.from_pretrained(config_path)
+    if config.model_type == diffusion_gemma.MODEL_TYPE:
+        stated = {**diffusion_gemma.stated(config.to_dict()), **stated}
+    marked = stated.get("noise", "absorbing") != "uniform"
+    for token in (*(("mask",) if marked else ()), "eos", "pad"):
         if getattr(tokenizer, f"{token}_token_id") is None:
             raise ValueError(f"the tokenizer at {tokenizer_path} has no {token} token")
-    config = AutoConfig.from_pretrained(config_path)
-    if config.vocab_size < len(tokenizer):
-        raise ValueError(f"{config_path} has vocab_size {config.vocab_size}; the tokenizer has {len(tokenizer)} tokens")
+    if (vocab_size := config.get_text_config().vocab_size) < len(tokenizer):
+        raise ValueError(f"{config_path} has vocab_size {vocab_size}; the tokenizer has {len(tokenizer)} tokens")
     config.eos_token_id, config.pad_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
     facts = Facts(
-        mask_token_id=tokenizer.mask_token_id, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id,
+        mask_token_id=tokenizer.mask_token_id if marked else None, eos_token_ids=(tokenizer.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id,
         **stated,
     )
     for key, value in native.config_keys(facts).items():
         setattr(config, key, value)
     torch.manual_seed(seed)
-    hf = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    hf = convert.auto_class(config.model_type).from_config(config, attn_implementation="sdpa", dtype=dtype)
     with torch.no_grad():
         if init != "default":
             _fan_in(hf)
         if init == "copying":
             _copying(hf)
+        if init != "default" and config.model_type == diffusion_gemma.MODEL_TYPE:
+            diffusion_gemma.start(hf, copying=init == "copying")
     hf.generation_config.eos_token_id, hf.generation_config.pad_token_id = config.eos_token_id, config.pad_token_id
     return wrap(hf, facts, native.NAME)

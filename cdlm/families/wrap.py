@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from cdlm.families import zaya
+from cdlm.families import diffusion_gemma, zaya
 from cdlm.families.base import DiffusionLM, Facts
 
-CLASSES: dict[str, type[DiffusionLM]] = {zaya.MODEL_TYPE: zaya.ZayaLM}
+CLASSES: dict[str, type[DiffusionLM]] = {
+    zaya.MODEL_TYPE: zaya.ZayaLM, diffusion_gemma.MODEL_TYPE: diffusion_gemma.DiffusionGemmaLM,
+}  # fmt: skip
 
 
 def wrap(hf: Any, facts: Facts, family: str) -> DiffusionLM:
