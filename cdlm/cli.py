@@ -266,7 +266,7 @@ def _print_table(run) -> None:
 
 
 def _write_file(path: Path, value: dict) -> None:
-    from cdlm.trajectories import write_json
+    from cdlm.files import write_json
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, value)

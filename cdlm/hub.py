@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cdlm import families
+from cdlm import families, files
 from cdlm.families import adapter as adapters
 from cdlm.families import checkpoint, native
 from cdlm.families.base import DiffusionLM, Facts
@@ -47,11 +47,8 @@ def save(
     model: DiffusionLM, tokenizer: Any, folder: Path, *, facts: Facts, max_new_tokens: int, confidence_threshold: float | None, card: str,
     eval_results: str | None = None, adapter: Path | None = None,
 ) -> None:
-    """Write the folder whole beside its place, then put it there. The decoder beside the weights knows masks only, so a model for which
+    """Write the folder whole beside its place, then put it there, with checksums of all but its card. The decoder beside the weights knows masks only, so a model for which
     they do not suffice gets none. adapter: a folder of `save_adapter`, moved into this one."""
-    partial = folder.with_name(folder.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
     config = model.hf.config
     native.state(config, facts)
     if confidence_threshold is not None:
@@ -59,14 +56,12 @@ def save(
     generation = model.hf.generation_config
     generation.max_new_tokens, generation.max_length = max_new_tokens, None
     generation.eos_token_id, generation.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id
-    model.hf.save_pretrained(partial)
-    families.save_tokenizer(tokenizer, partial)
-    if adapter is not None:
-        adapter.replace(partial / "adapter")
-    _finish(partial, card, eval_results, with_decoder=confidence_threshold is not None and model.masks_suffice)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.replace(folder)
+    with files.replacing_folder(folder) as partial:
+        model.hf.save_pretrained(partial)
+        families.save_tokenizer(tokenizer, partial)
+        if adapter is not None:
+            adapter.replace(partial / "adapter")
+        _finish(partial, card, eval_results, with_decoder=confidence_threshold is not None and model.masks_suffice)
 
 
 def _finish(folder: Path, card: str, eval_results: str | None, with_decoder: bool) -> None:
@@ -77,7 +72,7 @@ def _finish(folder: Path, card: str, eval_results: str | None, with_decoder: boo
     if eval_results is not None:
         (folder / ".eval_results").mkdir()
         (folder / ".eval_results" / "cdlm.yaml").write_text(eval_results)
-    (folder / "README.md").write_text(card)
+    files.write_text(folder / "README.md", card)
 
 
 def save_adapter(

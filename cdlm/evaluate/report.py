@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from cdlm import files
 from cdlm.evaluate import aup, growth, overhead, speculation
 from cdlm.evaluate.clock import COVERAGE, DRAWS, memory_kind
 from cdlm.evaluate.run import Measured, latencies, ratio, result
 from cdlm.trajectories import versions
 
+SUMS = "report.sha256"
 COLUMNS = ("method", "parameter", "accuracy", "steps", "commit", "forwards", "tokens", "TPF", "median s", "p90 s", "TPS", "timed", "n")
 LATENCY_COLUMNS = (
     "method", "parameter", "batch", "p10 s", "median s", "p90 s", "times faster", "95 % interval", "first block s", "a token after it s",
@@ -284,18 +286,22 @@ def _steps(number: float, digits: int) -> str:
 
 
 def write(report: dict[str, Any], folder: Path, title: str, log: list[dict[str, Any]] | None = None) -> None:
-    """report.md, report.html and pareto.png, then report.json: the one that says that the stage is done comes last.
+    """report.md, report.html and pareto.png, checksums of these and of the samples beside them, then report.json: the one that says
+    that the stage is done comes last.
 
     log: lines of log.jsonl, for the loss curves of report.html.
     """
     from cdlm.evaluate import page
 
-    (folder / "report.md").write_text(markdown(report, title))
-    (folder / "report.html").write_text(page.html(report, title, log or []))
-    plot(report["results"], folder / "pareto.png", title)
-    partial = folder / "report.json.partial"
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    partial.replace(folder / "report.json")
+    files.write_text(folder / "report.md", markdown(report, title))
+    files.write_text(folder / "report.html", page.html(report, title, log or []))
+    with files.replacing(folder / "pareto.png") as partial:
+        plot(report["results"], partial, title)
+    text = json.dumps(report, indent=2) + "\n"
+    beside = [folder / name for name in ("report.md", "report.html", "pareto.png", "samples.jsonl", "evaluate.request.json")]
+    found = {path.name: path for path in beside if path.is_file()}
+    files.write_sums(folder / SUMS, {**found, "report.json": text.encode()})
+    files.write_text(folder / "report.json", text)
 
 
 def _plain(text: str) -> str:
@@ -386,5 +392,5 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, format="png")
     plt.close(figure)
