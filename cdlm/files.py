@@ -194,6 +194,16 @@ def faults(file: Path) -> dict[str, str]:
     return wrong
 
 
+def require_as_written(path: Path, sums: Path) -> None:
+    """A ValueError if a file is not what its file of checksums says; where that says nothing of it, nothing is known."""
+    stated = {}
+    with contextlib.suppress(ValueError, OSError):
+        stated = read_sums(sums)
+    digest = stated.get(path.name) if path.parent == sums.parent else None
+    if digest not in (None, now := sha256(path)):
+        raise ValueError(f"{path} is not what was written: its sha256 is {now[:12]}..., {sums.name} says {str(digest)[:12]}...")
+
+
 def seal(folder: Path) -> None:
     """SHA256SUMS of every file in a folder, those that are their owner's to change aside."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())

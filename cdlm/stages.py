@@ -26,6 +26,7 @@ import torch
 from cdlm import data, families, files, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.evaluate.report import SUMS as REPORT_SUMS
+from cdlm.families import adapter as adapters
 from cdlm.families import causal, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
@@ -177,6 +178,7 @@ class Run:
                 prompt_key=d.prompt_key, answer_key=answer_key, accept_key=d.accept_key, group_key=d.group_key,
                 chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, long_prompts=d.long_prompts,
                 max_new_tokens=self.recipe.decode.max_new_tokens, long_answers=long_answers, limit=limit, what=f"data.{which}",
+                special_tokens=d.special_tokens,
             )
         return self._examples[which, limit]
 
@@ -361,7 +363,9 @@ def request_of(run: Run, stage: str) -> dict[str, Any]:
 def _request(run: Run, stage: str) -> dict[str, Any]:
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
-    data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key")}
+    data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key", "special_tokens")}
+    if r.data.special_tokens:
+        data_keys["special_tokens"] = True
     decode = {k: v for k, v in r.section("decode")["decode"].items() if k not in ("confidence_threshold", "proposals")}
     made = {**base, "data": data_keys, **r.section("collect"), "decode": decode}
     if r.data.prompts is not None:
@@ -406,6 +410,8 @@ def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
         "collect": run.trajectories / "collection.json", "train": run.student / "request.json",
         "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json", "push": last,
     }[stage]
+    if (sums := run.sums(stage)) is not None and note.is_file():
+        files.require_as_written(note, sums)
     trajectories.compare(note, request_of(run, stage), last if stage in ("evaluate", "push") else last.parent)
     return not sound or stage in run._sound or _is_sound(run, stage)
 
@@ -641,6 +647,7 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
     if (run.student / "adapter_config.json").is_file():
         from peft import PeftModel
 
+        adapters.keys(run.student)  # where there are no safetensors PEFT would look for a pickle
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         facts = replace(base.facts, text_attention="block_causal")
         return type(base)(peft_model.get_base_model(), facts, base.family).eval(), peft_model.eval()

@@ -8,6 +8,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Mapping
+from html import escape
 
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|APIKEY|KEY)S?(?:$|_(?!PATH$|FILE$|DIR$))")
 ACCESS_TOKEN = re.compile(
@@ -35,6 +36,12 @@ def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> 
         if len(value) >= 8 and SECRET_NAME.search(name.upper()):
             text = text.replace(value, HIDDEN)
     return ACCESS_TOKEN.sub(HIDDEN, text)
+
+
+def markdown(text: str) -> str:
+    """A name from outside as one line of Markdown that is neither HTML, nor a link or emphasis, nor a table's edge."""
+    plain = escape(visible(" ".join(text.split())), quote=False).replace("|", "&#124;")
+    return re.sub(r"([\\`*\[\]]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", plain)
 
 
 def line(text: str) -> str:

@@ -6,11 +6,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from cdlm import terminal
 from cdlm.decode import DecodeConfig, Step
 
 
 class Trace:
-    """A decoding callback for one row. Each line: step, block, and the whole budget so far; open slots are dots, end tokens ∎."""
+    """A decoding callback for one row. Each line: step, block, and the whole budget so far; open slots are dots, end tokens ∎, and control
+    characters of the model's text are written out."""
 
     def __init__(
         self, tokenizer: Any, config: DecodeConfig, mask_token_id: int, console: Console | None = None, eos_token_ids: tuple[int, ...] = ()
@@ -39,6 +41,6 @@ class Trace:
         line = Text(f"{self.count:4d} {step.block:5d}  ")
         for slot, token in enumerate(self.slots[:end]):
             fresh = slot >= first and revealed[slot - first]
-            shown = "·" if token == self.mask else "∎" if token in self.eos else self.tokenizer.decode([token])
+            shown = "·" if token == self.mask else "∎" if token in self.eos else terminal.visible(self.tokenizer.decode([token]), keep="")
             line.append(shown, style="bold black on green" if fresh else "")
         self.console.print(line)

@@ -358,13 +358,13 @@ class CDLMTrainer(Trainer):
                 (folder / "training_args.bin").unlink(missing_ok=True)
                 files.seal(folder)
                 files.sync_all(folder)
-            rotate_checkpoints(str(where), self.args.save_total_limit, use_mtime=True)
+            rotate_checkpoints(str(where), self.args.save_total_limit)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """From safetensors alone: the Trainer would also read weights from a pickle."""
-        pickles = sorted(path.name for pattern in ("*model*.bin", "*model*.bin.index.json") for path in Path(resume_from_checkpoint).glob(pattern))
-        if pickles:
-            raise ValueError(f"{resume_from_checkpoint} holds {pickles[0]}, a pickle, which can run code; weights are safetensors: remove it")
+        place = Path(resume_from_checkpoint)
+        if pickles := sorted([*place.glob("*model*.bin"), *place.glob("*model*.bin.index.json")]):
+            raise ValueError(f"{pickles[0]} is a pickle, which can run code; weights are read from safetensors alone: remove it")
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

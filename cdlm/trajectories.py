@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cdlm import data, files
-from cdlm.decode import DecodeConfig, Step, decode, slots
+from cdlm.decode import DecodeConfig, NotFinite, Step, decode, slots
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import read_json
 from cdlm.files import write_json
@@ -285,10 +285,14 @@ def _decode_batch(
         seeds = [data.sample_seed(seed, number) for number, _ in part]
         prompts, valid = data.pad_left([example.prompt_ids for _, example in part], model.facts.pad_token_id)
         recorder = Recorder(len(part), width, model.hf.config.hidden_size)
-        out = decode(
-            model, prompts.to(model.device), valid.to(model.device),
-            DecodeConfig(**{**asdict(config), "temperature": temperature}), callback=recorder, seeds=seeds,
-        )
+        try:
+            out = decode(
+                model, prompts.to(model.device), valid.to(model.device),
+                DecodeConfig(**{**asdict(config), "temperature": temperature}), callback=recorder, seeds=seeds,
+            )
+        except NotFinite as error:
+            names = ", ".join(f"{part[row][0]} (question {part[row][1].index})" for row in error.rows)
+            raise FloatingPointError(f"collect: of trajectory {names}: {error}. The shards before are kept") from None
         hidden.append(recorder.hidden)
         final = out.filled_BM[:, :width].cpu()
         for row, (number, example) in enumerate(part):

@@ -2,13 +2,12 @@
 
 import json
 import platform
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cdlm import files
+from cdlm import files, terminal
 from cdlm.evaluate import aup, growth, overhead, speculation
 from cdlm.evaluate.clock import COVERAGE, DRAWS, memory_kind
 from cdlm.evaluate.run import Measured, latencies, ratio, result
@@ -298,15 +297,14 @@ def write(report: dict[str, Any], folder: Path, title: str, log: list[dict[str, 
     with files.replacing(folder / "pareto.png") as partial:
         plot(report["results"], partial, title)
     text = json.dumps(report, indent=2) + "\n"
-    beside = [folder / name for name in ("report.md", "report.html", "pareto.png", "samples.jsonl", "evaluate.request.json")]
-    found = {path.name: path for path in beside if path.is_file()}
-    files.write_sums(folder / SUMS, {**found, "report.json": text.encode()})
+    files.write_sums(folder / SUMS, {**beside(folder), "report.json": text.encode()})
     files.write_text(folder / "report.json", text)
 
 
-def _plain(text: str) -> str:
-    """A name from outside as one line of Markdown that is neither HTML nor a table's edge."""
-    return escape(" ".join(text.split()), quote=False).replace("|", "&#124;")
+def beside(folder: Path) -> dict[str, Path]:
+    """What a report's checksums are of, besides report.json: name -> file, of those that are there."""
+    names = ("report.md", "report.html", "pareto.png", "samples.jsonl", "evaluate.request.json", "log.jsonl")
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def markdown(report: dict[str, Any], title: str) -> str:
@@ -314,7 +312,7 @@ def markdown(report: dict[str, Any], title: str) -> str:
     tasks = sorted({row["task"] for row in report["results"]} - {"all"})
     drafted = report.get("speculation")
     told = summary_lines(report["summary"]) + (speculation.lines(drafted) if drafted else [])
-    parts = [f"# {_plain(title)}", "", *(f"- {line}" for line in told), ""]
+    parts = [f"# {terminal.markdown(title)}", "", *(f"- {line}" for line in told), ""]
     parts += [
         "Steps are refinement forwards. With the cache a finished block is committed by the forward that takes the first step "
         "in the next block, so forwards is not steps + commit. Tokens run up to and with the end-of-sequence token. Accuracy "
@@ -322,7 +320,7 @@ def markdown(report: dict[str, Any], title: str) -> str:
         "interleaved.", "",
     ]
     for task in ["all", *tasks]:
-        parts += [f"## {_plain(task)}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
+        parts += [f"## {terminal.markdown(task)}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
     parallel = [row for row in report.get("parallelism", []) if row["task"] == "all"]
     if parallel:
         parts += ["## accuracy under parallelism", "", aup_line(parallel), "", markdown_table(aup_table(parallel), AUP_COLUMNS), ""]
