@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from cdlm import stages
+from cdlm import files, stages
 from cdlm.stages import Run
 
 VARIANTS = {
@@ -44,6 +44,7 @@ def run(base: Run) -> str:
     lines = ["| losses | weights (distill, consistency, dlm) | accuracy | steps | TPF |", "|---|---|---:|---:|---:|"]
     for name in VARIANTS:
         part = variant(base, name)
+        part._sound |= base._sound & {"collect"}
         part.out.mkdir(parents=True, exist_ok=True)
         for stage in ("train", "evaluate"):
             if not stages.is_done(part, stage):
@@ -54,5 +55,5 @@ def run(base: Run) -> str:
         numbers = f"{found['student_accuracy']:.1%} | {found['student_steps_at_threshold']:.2f} | {found['tpf']:.2f}"
         lines.append(f"| {name} | {weights} | {numbers} |")
     text = "\n".join(lines)
-    (base.out / "ablation" / "ablation.md").write_text(text + "\n")
+    files.write_text(base.out / "ablation" / "ablation.md", text + "\n")
     return text

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cdlm import data, families, stages, trajectories
+from cdlm import data, families, files, stages
 from cdlm.evaluate import growth, overhead, report
 from cdlm.evaluate.run import BASES
 from cdlm.families.decoder import read_json
@@ -54,9 +54,9 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
     if "growth" in parts:
-        trajectories.write_json(folder / "growth.json", _growth(own, lengths, growing))
+        files.write_json(folder / "growth.json", _growth(own, lengths, growing))
     if "overhead" in parts:
-        trajectories.write_json(folder / "overhead.json", _overhead(own))
+        files.write_json(folder / "overhead.json", _overhead(own))
     more = {name: there for name in ("growth", "overhead") if (there := _read(folder / f"{name}.json", recipe)) is not None}
     if "table" in parts:
         found = stages.evaluate(dataclasses.replace(own, recipe=_everything(recipe, batches)), folder, more)

@@ -1,21 +1,41 @@
 """What did the user type? Parses the command line and calls the stages; heavy modules are loaded by the command that needs them."""
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import sys
+import threading
 import time
-from functools import partial
+import traceback
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
+
+from cdlm import files, terminal
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error is said."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"cdlm: error: {terminal.line(' '.join(message.split()))} (see {self.prog} --help)\n")
+
+
+def _say(text: str) -> None:
+    """A line of progress: no control character and no secret of the environment goes out."""
+    print(terminal.line(text), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     from cdlm import __version__
 
-    top = argparse.ArgumentParser(prog="cdlm", description="Fewer, cheaper steps for block diffusion language models.")
+    top = _Parser(prog="cdlm", description="Fewer, cheaper steps for block diffusion language models.")
     top.add_argument("--version", action="version", version=f"cdlm {__version__}")
+    top.add_argument("--debug", action="store_true", help="before COMMAND: show where an error comes from, too")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     helps = {
         "distill": "run all stages of a recipe that are not yet done, and print the table",
@@ -58,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("model", metavar="MODEL", help="a folder or a Hub repository")
     generate.add_argument("--prompt", required=True, help="text of the prompt")
     generate.add_argument("--raw", action="store_true", help="do not wrap the prompt with the chat template")
+    generate.add_argument("--special-tokens", action="store_true", help="read the text of special tokens in the prompt as those tokens")
     generate.add_argument("--max-new-tokens", type=int, help="budget (default: the model's)")
     generate.add_argument("--block-length", type=int, help="slots of a block (default: the model's)")
     generate.add_argument("--confidence-threshold", type=float, help="reveal above this probability (default: the model's, else 0.9)")
@@ -104,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--max-prompt-tokens", type=int, default=512, help="rows with longer prompts are left out")
     bring.add_argument("--limit", type=int, metavar="ROWS", help="read so many rows")
     bring.add_argument("--correct-only", action="store_true", help="leave out answers that the file calls wrong")
+    verify = commands.add_parser("verify", help="compare a run's files with the checksums that were written with them")
+    verify.add_argument("folder", type=Path, metavar="FOLDER", help="of a run, of trajectories, or of a model that was exported")
+    verify.add_argument("--seal", action="store_true", help="write the checksums anew: what is there now is taken for good")
     roof = commands.add_parser("roofline", help="what decoding would cost on an accelerator, operator by operator")
     roof.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a known shape (an unknown name lists them)")
     cards = ["MI300X", "MI325X", "MI355X", "H100", "H200", "B200", "A100"]
@@ -135,8 +159,40 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, as 256,512") from None
 
 
+class _Terminated(BaseException):
+    """SIGTERM, as an exception: what was being written is taken back on the way out."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the body as an exception, where signals can be heard (in the main thread)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0, or 2 after one line that says what was wrong with the input."""
+    """Exit status: 0; 2 after one line that says what was wrong with the input, with --debug below a traceback; 143 or 130 after one line
+    when SIGTERM or Ctrl-C ended it."""
+    try:
+        with _terminable():
+            return _main(arguments)
+    except (_Terminated, KeyboardInterrupt) as ended:
+        by, status = ("SIGTERM", 143) if isinstance(ended, _Terminated) else ("Ctrl-C", 130)
+        print(f"cdlm: ended by {by}; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        return status
+
+
+def _main(arguments: list[str] | None) -> int:
     args = _parser().parse_args(arguments)
     args.typed = sys.argv[1:] if arguments is None else arguments
     from safetensors import SafetensorError
@@ -144,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         own = {
             "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert,
-            "import": _import, "push": _push, "eval": _eval, "bench": _bench, "compare": _compare,
+            "import": _import, "push": _push, "eval": _eval, "bench": _bench, "compare": _compare, "verify": _verify,
         }
         if args.command in own:
             return own[args.command](args)
@@ -152,8 +208,31 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError, SafetensorError) as error:
         if os.environ.get("CDLM_TRACEBACK"):
             raise
-        print(f"cdlm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if args.debug:
+            print(terminal.line(traceback.format_exc().rstrip()), file=sys.stderr)
+        print(f"cdlm: error: {terminal.line(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Be the only run in a folder. Of the processes of one run the first asks for all."""
+    with files.locked(out) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _checked(run, first: str) -> Iterator[None]:
+    """The folder of a run is this command's alone, and its inputs are sound; a folder that is not there yet is made only then."""
+    with contextlib.ExitStack() as held:
+        if there := run.out.is_dir():
+            held.enter_context(_alone_in(run.out))
+        _require(run, first)
+        run.check_inputs()
+        if not there:
+            run.out.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_alone_in(run.out))
+        yield
 
 
 def _stages(args: argparse.Namespace) -> int:
@@ -163,7 +242,7 @@ def _stages(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / recipe.name
     from cdlm import plan, stages
 
-    run = stages.Run(recipe, out, say=lambda text: print(text, flush=True), command=_typed(args))
+    run = stages.Run(recipe, out, say=_say, command=_typed(args))
     if args.hardware is not None and not args.dry_run:
         raise ValueError("--hardware is the card of a plan's times; it goes with --dry-run (a run takes the recipe's device)")
     if args.dry_run and args.command == "ablate":
@@ -177,13 +256,21 @@ def _stages(args: argparse.Namespace) -> int:
     if args.command == "ablate":
         from cdlm import ablate
 
-        print(ablate.run(run))
+        ablate.check(run)
+        out.mkdir(parents=True, exist_ok=True)
+        with _alone_in(out):
+            print(ablate.run(run))
         return 0
-    out.mkdir(parents=True, exist_ok=True)
     wanted = stages.stages_of(recipe) if args.command == "distill" else [args.command]
-    _require(run, wanted[0])
-    run.check_inputs()
-    began = time.monotonic()
+    with _checked(run, wanted[0]):
+        return _run(args, run, wanted)
+
+
+def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
+    """The wanted stages, one after the other."""
+    from cdlm import stages
+
+    out, began = run.out, time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
         stages.is_done(run, stage)
     if "push" in wanted and not stages.is_done(run, "push"):
@@ -207,6 +294,10 @@ def _stages(args: argparse.Namespace) -> int:
 
 def _typed(args: argparse.Namespace) -> str:
     """The command of a stage as the user typed it."""
+    return terminal.without_secrets(_command(args))
+
+
+def _command(args: argparse.Namespace) -> str:
     if args.command == "bench":
         return shlex.join(["cdlm", *args.typed])
     out = ["--out", str(args.out)] if args.out is not None else []
@@ -261,17 +352,31 @@ def _print_table(run) -> None:
     for i, name in enumerate(("task", *report.COLUMNS)):
         table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
     for row, cells in zip(shown, report.table(shown), strict=True):
-        table.add_row(escape(row["task"]), *cells, style="bold" if row["task"] == "all" else None)
+        table.add_row(escape(terminal.visible(row["task"])), *cells, style="bold" if row["task"] == "all" else None)
     console.print(table)
     for line in report.summary_lines(own) + (speculation.lines(drafted) if drafted else []):
         console.print(line, highlight=False, markup=False)
 
 
 def _write_file(path: Path, value: dict) -> None:
-    from cdlm.trajectories import write_json
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, value)
+    files.write_json(path, value)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from cdlm import verify
+
+    if args.seal:
+        for file in verify.seal(args.folder):
+            _say(f"{file}: written")
+        return 0
+    wrong = 0
+    for file, faults in verify.check(args.folder):
+        _say(f"{file}: {f'{len(faults)} of {len(files.read_sums(file))} files damaged' if faults else 'all files as they were written'}")
+        for path, why in faults.items():
+            print(f"cdlm: error: {terminal.line(f'{path} is {why}')}", file=sys.stderr)
+        wrong += len(faults)
+    return 1 if wrong else 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -280,7 +385,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     config = families.read_config(args.model)
     for line in convert.describe(args.model, config, families.find(config, args.family)):
-        print(line, flush=True)
+        _say(line)
     return 0
 
 
@@ -289,7 +394,7 @@ def _convert(args: argparse.Namespace) -> int:
     from cdlm.families import convert
 
     convert.folder(args.source, args.target, args.to, families.FAMILIES, args.family)
-    print(f"{args.target}: {args.to} format")
+    _say(f"{args.target}: {args.to} format")
     return 0
 
 
@@ -300,7 +405,7 @@ def _import(args: argparse.Namespace) -> int:
         args.format, block_length=args.block_length, max_new_tokens=args.max_new_tokens, order=args.order, answer_key=args.answer_key,
         max_prompt_tokens=args.max_prompt_tokens, limit=args.limit, correct_only=args.correct_only,
     )
-    importers.import_folder(asked, args.source, args.target, args.model, family=args.family, say=partial(print, flush=True))
+    importers.import_folder(asked, args.source, args.target, args.model, family=args.family, say=_say)
     print(f"in a recipe, instead of collect:  trajectories: {args.target.resolve()}")
     return 0
 
@@ -320,9 +425,9 @@ def _push(args: argparse.Namespace) -> int:
     shipment = hub.pack(args.target, args.repo_id, adapter_only=args.adapter_only)
     if not args.dry_run:
         hub.check_token()
-    print(hub.listing(shipment, args.private), flush=True)
+    _say(hub.listing(shipment, args.private))
     if not args.dry_run:
-        print(hub.push(shipment, private=args.private, say=lambda text: print(text, flush=True)))
+        _say(hub.push(shipment, private=args.private, say=_say))
     return 0
 
 
@@ -337,7 +442,9 @@ def _bench(args: argparse.Namespace) -> int:
     _check_device(recipe.device)
     _quiet()
     out = args.out or Path("runs") / recipe.name
-    print(bench.run(recipe, out, parts, args.batches, args.lengths, growing, command=_typed(args), say=partial(print, flush=True)))
+    out.mkdir(parents=True, exist_ok=True)
+    with _alone_in(out):
+        print(bench.run(recipe, out, parts, args.batches, args.lengths, growing, command=_typed(args), say=_say))
     return 0
 
 
@@ -378,7 +485,7 @@ def _eval(args: argparse.Namespace) -> int:
     _quiet()
     from cdlm.evaluate import harness_run
 
-    harness_run.run(args.model, args.flags, say=partial(print, flush=True))
+    harness_run.run(args.model, args.flags, say=_say)
     return 0
 
 
@@ -463,6 +570,8 @@ def _generate(args: argparse.Namespace) -> int:
     _check_device(args.device)
     _quiet()
     config = families.read_config(args.model)
+    if (sums := Path(args.model) / files.SUMS).is_file():
+        files.require_sound(sums, args.model)
     model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)
     tokenizer = families.load_tokenizer(args.model, model.facts)
     if not 0 <= args.seed < 2**63:
@@ -473,7 +582,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError("--prompt is not valid UTF-8") from None
     if not args.prompt.strip():
         raise ValueError(f"--prompt is {args.prompt!r}; it must hold some text")
-    unknown = data.unknown_text(tokenizer, args.prompt)
+    unknown = data.unknown_text(tokenizer, args.prompt, special_tokens=args.special_tokens)
     if unknown:
         raise ValueError(f"--prompt holds text that the tokenizer of {args.model} does not know: {unknown!r}")
     decoding = resolve(
@@ -483,7 +592,8 @@ def _generate(args: argparse.Namespace) -> int:
         max_denoising_steps=args.max_denoising_steps, entropy_bound=args.entropy_bound,
     )
     budget = decoding.max_new_tokens
-    ids = data.prompt_ids(tokenizer, args.prompt, chat_template=tokenizer.chat_template is not None and not args.raw)
+    wrapped = tokenizer.chat_template is not None and not args.raw
+    ids = data.prompt_ids(tokenizer, args.prompt, chat_template=wrapped, special_tokens=args.special_tokens)
     room = getattr(model.text_config, "max_position_embeddings", None)
     longest = len(ids) + slots(model.facts, budget, decoding.block_length)
     if room is not None and longest > room:
@@ -497,7 +607,8 @@ def _generate(args: argparse.Namespace) -> int:
             out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), decoding, callback=trace, seeds=seeds)
     else:
         out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), decoding, seeds=seeds)
-    print(tokenizer.decode(out.answer(0, model.facts.eos_token_ids)))
+    text = tokenizer.decode(out.answer(0, model.facts.eos_token_ids))
+    print(terminal.visible(text) if sys.stdout.isatty() else text)
     commits = f"and {out.commit_forwards[0]} commit forwards" if model.commits_apart else f"{out.commit_forwards[0]} of them with a commit"
     print(
         f"{out.steps[0]} steps{'' if model.commits_apart else ','} {commits}, {out.output_tokens[0]} tokens, "

@@ -206,20 +206,49 @@ def column_text(value: Any, roles: tuple[str, ...]) -> str | None:
     return None
 
 
-def prompt_ids(tokenizer, prompt: str, *, chat_template: bool) -> list[int]:
-    """Tokens of a prompt, wrapped as one user turn when `chat_template` says so."""
-    if chat_template:
-        if tokenizer.chat_template is None:
-            raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-        return tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    return tokenizer(prompt)["input_ids"]
+def text_ids(tokenizer, text: str, *, special_tokens: bool = False) -> list[int]:
+    """Tokens of a text alone. special_tokens: whether the text of a special token, as <|mask|>, stands for that token; else it is text."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=not special_tokens)["input_ids"]
 
 
+def holds_special_text(tokenizer, text: str) -> bool:
+    """Whether a text holds the text of a special token."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return any(token in text for token in [*tokenizer.all_special_tokens, *added])
+
+
+def prompt_ids(tokenizer, prompt: str, *, chat_template: bool, special_tokens: bool = False) -> list[int]:
+    """Tokens of a prompt, wrapped as one user turn when `chat_template` says so. special_tokens: as in `text_ids`.
+
+    The template's own special tokens stay tokens: where the prompt holds the text of some, what stands before and behind it is read apart
+    from it.
+    """
+    plain = not special_tokens and holds_special_text(tokenizer, prompt)
+    if not chat_template:
+        return tokenizer(prompt, split_special_tokens=plain)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
+
+    def rendered(content: str) -> str:
+        return tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+
+    if not plain:
+        return tokenizer(rendered(prompt), add_special_tokens=False)["input_ids"]
+    whole, (before, found, behind) = rendered(prompt), rendered(PLACE).partition(PLACE)
+    if not found or not whole.startswith(before) or not whole.endswith(behind):
+        raise ValueError(
+            f"the prompt {prompt[:60]!r} holds the text of a special token, and the chat template changes what it wraps, so the two can't "
+            "be told apart; take it out, or read it as the token (data.special_tokens, --special-tokens)"
+        )
+    asked = whole[len(before) : len(whole) - len(behind)]
+    return text_ids(tokenizer, before, special_tokens=True) + text_ids(tokenizer, asked) + text_ids(tokenizer, behind, special_tokens=True)
+
+
+PLACE = "where the prompt of the user stands"
 LONG_PROMPTS, LONG_ANSWERS = ("error", "drop"), ("error", "cut", "drop")
 
 
-def unknown_text(tokenizer, text: str) -> str:
+def unknown_text(tokenizer, text: str, *, special_tokens: bool = False) -> str:
     """The characters of a text that no token stands for, each once: those read as the unknown token, and those that are dropped.
 
     White space that is dropped does not count: some tokenizers do that on purpose. Where a byte-pair model drops a character it shifts
@@ -227,7 +256,7 @@ def unknown_text(tokenizer, text: str) -> str:
     """
 
     def lost(part: str) -> list[str]:
-        read = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+        read = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=not special_tokens)
         gone = [not character.isspace() for character in part]
         for token, (start, end) in zip(read["input_ids"], read["offset_mapping"], strict=True):
             gone[start:end] = [token == tokenizer.unk_token_id] * (end - start)
@@ -242,6 +271,7 @@ def read_examples(
     source: Path | Sequence[dict[str, Any]], tokenizer, *, prompt_key: str, answer_key: str, group_key: str | None, chat_template: bool,
     max_prompt_tokens: int, max_new_tokens: int, accept_key: str | None = None, limit: int | None = None, what: str = "data",
     name: str | None = None, long_prompts: str = "error", long_answers: str = "error", say: Callable[[str], None] = print,
+    special_tokens: bool = False,
 ) -> list[Example]:
     """The first `limit` rows that fit, as examples, in the source's order.
 
@@ -252,6 +282,7 @@ def read_examples(
     long_answers: of an answer that does not fit into max_new_tokens with its end-of-sequence token: "error", "drop", or "cut" to
         the budget, and then without an end token (the paper cuts and pads references to the budget). Correctness is still
         judged by the whole text. What was dropped or cut is counted and said.
+    special_tokens: whether the text of a special token in prompts and answers stands for that token; else it is text like any other.
     An unknown token, a missing column or a pattern that is none or does not match the reference is an error that names the row.
     """
     rows = read_rows(source) if isinstance(source, Path) else source
@@ -276,8 +307,8 @@ def read_examples(
             if not isinstance(text, str):
                 raise ValueError(f"{where} has no text under {key!r}; its columns are {', '.join(map(str, row))}")
         question, reference = str(texts[0]), str(texts[1])
-        prompt = prompt_ids(tokenizer, question, chat_template=chat_template)
-        answer = tokenizer(reference, add_special_tokens=False)["input_ids"]
+        prompt = prompt_ids(tokenizer, question, chat_template=chat_template, special_tokens=special_tokens)
+        answer = text_ids(tokenizer, reference, special_tokens=special_tokens)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in prompt + answer:
             raise ValueError(f"{where} holds text the tokenizer does not know: {question!r} / {reference!r}")
         if len(prompt) > max_prompt_tokens and long_prompts == "drop":

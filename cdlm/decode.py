@@ -236,6 +236,15 @@ class Step:
     seen: Seen | None
 
 
+class NotFinite(FloatingPointError):
+    """A logit that is no number. rows: the rows of the batch that hold one."""
+
+    def __init__(self, rows: list[int], block: int, step: int):
+        self.rows = rows
+        some = f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}"
+        super().__init__(f"a logit is not finite in block {block}, step {step} of {some}: the model or its input is broken")
+
+
 Callback = Callable[[Step], None]
 Ends = Callable[[int, list[int]], bool]
 
@@ -639,7 +648,7 @@ def decode(
         again. It gets the scores of `config.order`.
     ends: called after every block with a row and its answer so far, an end-of-sequence token and what follows it included. Where it says
         True the row stops, at the places where it may stop for an end-of-sequence token; nothing is cut off.
-    Raises FloatingPointError, with block and step, when a logit is not finite.
+    Raises NotFinite, with rows, block and step, when a logit is not finite.
 
     Where a family's blocks start at position 0, the tail of a prompt stands at the head of the first block; it is seen by that block
     and never written. The last block is filled whole, as such families were trained, and the answer is cut to the budget.
@@ -712,7 +721,9 @@ def decode(
             # The one wait for the device in a step: how much is left to do, and is the sum of all probabilities a number?
             *left, total = torch.cat([sampler.left_A, taken.confidence_AS.sum()[None]]).tolist()
             if not math.isfinite(total):
-                raise FloatingPointError(f"a logit is not finite in block {block}, step {step}: the model or its input is broken")
+                computed = rows if isinstance(place, slice) else [rows[i] for i in still]
+                broken = (~taken.confidence_AS.isfinite()).any(dim=1).tolist()
+                raise NotFinite([row for row, bad in zip(computed, broken, strict=True) if bad], block, step)
             still = [i for i, count in enumerate(left) if count]
             step += 1
         block_AS = sampler.output_AS

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from cdlm import families
+from cdlm import families, terminal
+from cdlm import files as disk
 from cdlm.families import adapter as adapters
 from cdlm.families import checkpoint, native
 from cdlm.families.base import DiffusionLM, Facts
@@ -47,11 +48,8 @@ def save(
     model: DiffusionLM, tokenizer: Any, folder: Path, *, facts: Facts, max_new_tokens: int, confidence_threshold: float | None, card: str,
     eval_results: str | None = None, adapter: Path | None = None,
 ) -> None:
-    """Write the folder whole beside its place, then put it there. The decoder beside the weights knows masks only, so a model for which
-    they do not suffice gets none. adapter: a folder of `save_adapter`, moved into this one."""
-    partial = folder.with_name(folder.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
+    """Write the folder whole beside its place, then put it there, with checksums of all but its card. The decoder beside the weights knows
+    masks only, so a model for which they do not suffice gets none. adapter: a folder of `save_adapter`, moved into this one."""
     config = model.hf.config
     native.state(config, facts)
     if confidence_threshold is not None:
@@ -59,14 +57,12 @@ def save(
     generation = model.hf.generation_config
     generation.max_new_tokens, generation.max_length = max_new_tokens, None
     generation.eos_token_id, generation.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id
-    model.hf.save_pretrained(partial)
-    families.save_tokenizer(tokenizer, partial)
-    if adapter is not None:
-        adapter.replace(partial / "adapter")
-    _finish(partial, card, eval_results, with_decoder=confidence_threshold is not None and model.masks_suffice)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.replace(folder)
+    with disk.replacing_folder(folder) as partial:
+        model.hf.save_pretrained(partial)
+        families.save_tokenizer(tokenizer, partial)
+        if adapter is not None:
+            adapter.replace(partial / "adapter")
+        _finish(partial, card, eval_results, with_decoder=confidence_threshold is not None and model.masks_suffice)
 
 
 def _finish(folder: Path, card: str, eval_results: str | None, with_decoder: bool) -> None:
@@ -77,7 +73,7 @@ def _finish(folder: Path, card: str, eval_results: str | None, with_decoder: boo
     if eval_results is not None:
         (folder / ".eval_results").mkdir()
         (folder / ".eval_results" / "cdlm.yaml").write_text(eval_results)
-    (folder / "README.md").write_text(card)
+    disk.write_text(folder / "README.md", card)
 
 
 def save_adapter(
@@ -200,7 +196,7 @@ print(tokenizer.decode(answer.answer(0, model.facts.eos_token_ids)), answer.toke
 {front.to_yaml()}
 ---
 
-# {name}
+# {terminal.markdown(name)}
 
 {what}
 
@@ -327,11 +323,14 @@ def pack(folder: Path, repo_id: str, *, adapter_only: bool = False) -> Shipment:
     """Choose what of a model's folder goes to the repository; the folder is read, never written, and no request is made.
 
     A ValueError for what is no model folder: without config.json (or adapter_config.json), without whole safetensors, with an
-    adapter whose base is a folder of this machine, or with an access token in a file that belongs to the model.
+    adapter whose base is a folder of this machine, or with an access token in a file that belongs to the model; and for one that is not
+    what was written, by its checksums where it has some.
     """
     check_repo_id(repo_id)
     if not folder.is_dir():
         raise ValueError(f"no folder at {folder}")
+    if (folder / disk.SUMS).is_file():
+        disk.require_sound(folder / disk.SUMS, str(folder))
     source = _adapter_folder(folder) if adapter_only else folder
     is_adapter = adapter_only or (not (source / "config.json").is_file() and (source / adapters.CONFIG).is_file())
     if is_adapter:

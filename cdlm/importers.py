@@ -25,7 +25,6 @@ Shapes: T states, N slots.
 import hashlib
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdlm import data, families, trajectories
+from cdlm import data, families, files, trajectories
 
 ORDERS = ("teacher", "block")
 SCREENED = {
@@ -274,11 +273,7 @@ def import_folder(
         raise ValueError(f"config.json of {model} has vocab_size {vocabulary!r}; it must be a whole number")
     rows, source_hash = _source(source)
     reader = _Reader(asked, source, model, facts, vocabulary, families.load_tokenizer(model, facts))
-    partial = target.with_name(f".{target.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)  # of an import that was killed
-    partial.mkdir(parents=True)
-    try:
+    with files.replacing_folder(target) as partial:
         names: list[str] = []
         waiting: list[dict[str, Any]] = []
 
@@ -309,9 +304,5 @@ def import_folder(
         manifest = trajectories.write_manifest(partial, names, request, reader.screen, hidden=False)
         if manifest["kept"] == 0:
             raise ValueError(f"none of {manifest['trajectories']} rows of {source} can be trained on; screened: {manifest['screened']}")
-        partial.replace(target)
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial)
     say(f"import: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
     return manifest

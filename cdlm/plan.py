@@ -191,7 +191,7 @@ class Plan:
         run = run or self.run
         of = {"collect": self._collect, "train": self._train, "evaluate": self._evaluate, "export": self._export, "push": self._push}
         words, work, prompt_tokens = of[name](run)
-        done = is_done(run, name)
+        done = is_done(run, name, sound=False)
         spent = 0.0 if done else self.seconds(work, prompt_tokens)
         self.total += spent or 0.0
         ending = " (done)" if done else "" if spent is None or not work else f", roughly {clock(spent)}"

@@ -6,7 +6,9 @@ ValueError that names the key and what is allowed. Paths are relative to the rec
 
 import dataclasses
 import difflib
+import math
 import os
+import reprlib
 import types
 import typing
 from dataclasses import dataclass, field
@@ -15,8 +17,15 @@ from typing import Any
 
 import yaml
 
+from cdlm.terminal import visible
+
 OBJECTIVES = ("cdlm", "mdlm", "bd3lm", "ar", "tidar", "uniform")
-SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay")
+SCHEDULERS: dict[str, tuple[str, ...]] = {  # schedule -> what train.scheduler_kwargs may hold
+    "constant": (), "constant_with_warmup": (), "linear": (), "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+}  # fmt: skip
+SHAPES_OF_DECAY = ("linear", "cosine", "1-sqrt")
 METHODS = (
     "teacher", "teacher_truncated", "teacher_threshold", "teacher_threshold_stop", "teacher_block_causal", "student", "student_uncached",
 )
@@ -62,6 +71,7 @@ class Data:
         the prompt, its first assistant turn the answer.
     test_answer_key: the answers' column in test, where it has another name there.
     accept_key: the column with a regular expression that every right answer matches, for questions with several.
+    special_tokens: whether the text of a special token in a prompt or answer, as <|mask|>, stands for that token; else it is text.
     long_prompts: what becomes of a prompt of more than max_prompt_tokens: error or drop. long_answers: of an answer that does not
         fit into decode.max_new_tokens: error, cut (to the budget, without an end token) or drop. Both are counted and said.
         In test, drop means cut for answers: no question is left out of a measurement because its answer is long.
@@ -75,6 +85,7 @@ class Data:
     accept_key: str | None = None
     group_key: str | None = None
     chat_template: bool = True
+    special_tokens: bool = False
     max_prompt_tokens: int = 512
     long_prompts: str = "error"
     long_answers: str = "error"
@@ -310,6 +321,19 @@ class Recipe:
         return {name: _plain(getattr(self, name)) for name in names}
 
 
+class _Short(reprlib.Repr):
+    """Shows no more than a line of a value, however deep it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxdict, self.maxstring, self.maxlong, self.maxother = 4, 12, 12, 200, 60, 120
+
+
+def _shown(value: Any) -> str:
+    """A value as an error shows it."""
+    return _Short().repr(value)
+
+
 def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
@@ -327,7 +351,7 @@ def _type_name(kind: Any) -> str:
 
 def _convert(value: Any, kind: Any, where: str) -> Any:
     """The value as the type a field asks for, or a ValueError that names the key."""
-    wrong = ValueError(f"{where} is {value!r}; it must be {_type_name(kind)}")
+    wrong = ValueError(f"{where} is {_shown(value)}; it must be {_type_name(kind)}")
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
         parts = typing.get_args(kind)
@@ -366,7 +390,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 def _build(kind: Any, values: Any, where: str) -> Any:
     """A section from its mapping: every key known, every key without a default there, every type right."""
     if not isinstance(values, dict):
-        raise ValueError(f"{where or 'the recipe'} is {values!r}; it must be a group of keys")
+        raise ValueError(f"{where or 'the recipe'} is {_shown(values)}; it must be a group of keys")
     hints = typing.get_type_hints(kind)
     known = {f.name: f for f in dataclasses.fields(kind) if not f.metadata.get("internal")}
     dot = f"{where}." if where else ""
@@ -374,7 +398,7 @@ def _build(kind: Any, values: Any, where: str) -> Any:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {dot}{close[0]}?" if close else f"known keys: {', '.join(known)}"
-            raise ValueError(f"unknown key {dot}{key}; {hint}")
+            raise ValueError(f"unknown key {dot}{visible(str(key)[:80], keep='')}; {hint}")
     for name, f in known.items():
         if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ValueError(f"missing key {dot}{name}: {_type_name(hints[name])}")
@@ -395,8 +419,12 @@ def _override(values: dict[str, Any], assignment: str) -> None:
             raise ValueError(f"--set {assignment!r}: {section} is no group of keys")
     try:
         values[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ValueError(f"--set {assignment!r}: the value is not YAML") from None
+
+
+class DoubleKey(ValueError):
+    """A key that stands twice."""
 
 
 class _Strict(yaml.SafeLoader):
@@ -407,7 +435,7 @@ def _mapping(loader: _Strict, node: yaml.MappingNode) -> dict[str, Any]:
     keys = [loader.construct_object(key) for key, _ in node.value]
     for key in keys:
         if keys.count(key) > 1:
-            raise ValueError(f"key {key} stands twice (line {node.start_mark.line + 1} and below)")
+            raise DoubleKey(f"key {key} stands twice (line {node.start_mark.line + 1} and below)")
     return {str(key): value for key, value in loader.construct_mapping(node, deep=True).items()}
 
 
@@ -420,11 +448,17 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
         near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise ValueError(f"no recipe at {path}" + (f"; there are {', '.join(near)}" if near else ""))
     try:
-        values = yaml.load(path.read_text(), Loader=_Strict)
-    except yaml.YAMLError as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Strict)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep; a recipe is a group of keys, some of them groups themselves") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+    except DoubleKey:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {values!r}; a recipe is a group of keys")
+        raise ValueError(f"{path} holds {_shown(values)}; a recipe is a group of keys")
     for assignment in overrides or []:
         _override(values, assignment)
     recipe = dataclasses.replace(_build(Recipe, values, ""), folder=path.parent)
@@ -440,6 +474,11 @@ def load(path: Path, overrides: list[str] | None = None) -> Recipe:
         recipe = dataclasses.replace(recipe, evaluate=dataclasses.replace(recipe.evaluate, methods=methods))
     check(recipe)
     return recipe
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def check(recipe: Recipe) -> None:
@@ -462,6 +501,8 @@ def check(recipe: Recipe) -> None:
         raise ValueError("exactly one of model and scratch must be given")
     if not r.name or "/" in r.name or r.name.strip(".") == "":
         raise ValueError(f"name is {r.name!r}; it names a folder under runs/: no '/', and not only dots")
+    if visible(r.name, keep="") != r.name or len(r.name.encode()) > 200:
+        raise ValueError(f"name is {_shown(r.name)}; it names a folder: no control characters, and at most 200 bytes")
     if r.family is not None:
         one_of("family", r.family, FAMILIES)
     if r.config is not None:
@@ -478,8 +519,8 @@ def check(recipe: Recipe) -> None:
     if r.device == "cpu" and (r.attention == "flex" or (r.attention == "triton" and os.environ.get("TRITON_INTERPRET") != "1")):
         raise ValueError(f"attention is {r.attention!r} and device is 'cpu'; allowed there: auto, naive, sdpa")
     one_of("train.objective", t.objective, OBJECTIVES)
-    within("decode.max_new_tokens", d.max_new_tokens, 1)
-    within("decode.block_length", d.block_length, 1)
+    within("decode.max_new_tokens", d.max_new_tokens, 1, 2**31 - 1)
+    within("decode.block_length", d.block_length, 1, 2**31 - 1)
     within("decode.confidence_threshold", d.confidence_threshold, 0, 1)
     for name, sampler in (("sampler", d.sampler), ("student_sampler", d.student_sampler)):
         if sampler is not None:
@@ -488,7 +529,7 @@ def check(recipe: Recipe) -> None:
     if d.max_new_tokens % d.block_length:
         raise ValueError(
             f"decode.block_length {d.block_length} does not divide decode.max_new_tokens {d.max_new_tokens}; "
-            f"lengths that do: {', '.join(str(n) for n in range(1, d.max_new_tokens + 1) if d.max_new_tokens % n == 0)}"
+            f"lengths that do: {', '.join(map(str, _divisors(d.max_new_tokens)))}"
         )
     if (t.steps is None) == (t.epochs is None):
         raise ValueError("exactly one of train.steps and train.epochs must be given")
@@ -506,6 +547,7 @@ def check(recipe: Recipe) -> None:
     if t.scheduler == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & set(t.scheduler_kwargs or {}):
         raise ValueError("train.scheduler cosine_with_min_lr needs train.scheduler_kwargs.min_lr or min_lr_rate")
     one_of("train.scheduler", t.scheduler, SCHEDULERS)
+    _check_schedule(t)
     if not 0 < t.noise_floor < t.noise_first_cap <= 1:
         raise ValueError(
             f"train.noise_floor is {t.noise_floor} and train.noise_first_cap {t.noise_first_cap}; 0 < noise_floor < noise_first_cap <= 1 "
@@ -604,6 +646,22 @@ def _check_sampler(name: str, sampler: Sampler, within: typing.Callable[..., Non
     for key in ("entropy_bound", "entropy_threshold", "t_max"):
         within(f"{name}.{key}", getattr(sampler, key), 1e-9)
     within(f"{name}.t_min", sampler.t_min, 0, sampler.t_max)
+
+
+def _check_schedule(t: Train) -> None:
+    """What train.scheduler_kwargs holds is what the schedule takes; else training would find out, after collecting."""
+    allowed = SCHEDULERS[t.scheduler]
+    for key, value in (t.scheduler_kwargs or {}).items():
+        where = f"train.scheduler_kwargs.{key}"
+        if key not in allowed:
+            raise ValueError(f"unknown key {where}; scheduler {t.scheduler} takes {', '.join(allowed) or 'none'}")
+        if key in ("warmup_type", "decay_type"):
+            if value not in SHAPES_OF_DECAY:
+                raise ValueError(f"{where} is {_shown(value)}; allowed: {', '.join(SHAPES_OF_DECAY)}")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{where} is {_shown(value)}; it must be a number of at least 0")
+        elif key.endswith("_steps") and not isinstance(value, int):
+            raise ValueError(f"{where} is {value}; it must be a whole number")
 
 
 def _check_drafts(r: Recipe) -> None:

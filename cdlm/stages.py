@@ -7,6 +7,8 @@
     push.request.json           push    (only with a push section: export/ goes to the Hub)
 
 Every stage leaves a note of what it was asked to do. A folder that holds the result of other values is an error, not a redo.
+Every stage leaves checksums of what it wrote (see files.py), and the next one reads nothing that differs from them: a damaged shard or
+checkpoint is made again, anything else that is damaged is an error that names the file.
 """
 
 import contextlib
@@ -21,8 +23,10 @@ from typing import Any
 
 import torch
 
-from cdlm import canvases, data, families, roofline, trajectories
+from cdlm import canvases, data, families, files, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
+from cdlm.evaluate.report import SUMS as REPORT_SUMS
+from cdlm.families import adapter as adapters
 from cdlm.families import causal, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
@@ -77,6 +81,7 @@ class Run:
     command: str | None = None  # what the user typed, for the report
     _hub: dict[str, tuple[Any, data.HubData]] = field(default_factory=dict, repr=False)
     _examples: dict[tuple[str, int | None], list[data.Example]] = field(default_factory=dict, repr=False)
+    _sound: set[str] = field(default_factory=set, repr=False)  # stages whose files were compared with their checksums, or just written
 
     @property
     def trajectories(self) -> Path:
@@ -90,6 +95,20 @@ class Run:
     @property
     def exported(self) -> Path:
         return self.out / "export"
+
+    def sums(self, stage: str) -> Path | None:
+        """The file with the checksums of what a stage writes; None for push, which writes a note alone."""
+        return {
+            "collect": self.trajectories / files.SUMS, "train": self.student / files.SUMS, "evaluate": self.out / REPORT_SUMS,
+            "export": self.exported / files.SUMS,
+        }.get(stage)
+
+    def require_sound(self, stage: str) -> None:
+        """A ValueError unless what a finished stage wrote is still that. Its files are read once a run."""
+        sums = self.sums(stage)
+        if stage not in self._sound and sums is not None:
+            files.require_sound(sums, f"{self.out / 'report.json'}" if stage == "evaluate" else str(sums.parent))
+        self._sound.add(stage)
 
     def load_teacher(self) -> DiffusionLM:
         """The model that the recipe starts from: the teacher, or a fresh one for `scratch`."""
@@ -159,6 +178,7 @@ class Run:
                 prompt_key=d.prompt_key, answer_key=answer_key, accept_key=d.accept_key, group_key=d.group_key,
                 chat_template=d.chat_template, max_prompt_tokens=d.max_prompt_tokens, long_prompts=d.long_prompts,
                 max_new_tokens=self.recipe.decode.max_new_tokens, long_answers=long_answers, limit=limit, what=f"data.{which}",
+                special_tokens=d.special_tokens,
             )
         return self._examples[which, limit]
 
@@ -309,6 +329,7 @@ class Run:
     def check_trajectories(self, room: int | None) -> None:
         """The folder that the recipe names fits the recipe and the model, or one ValueError. room: the positions of the model."""
         asked = trajectories.read_manifest(self.trajectories)["request"]
+        self.require_sound("collect")
         r = self.recipe
         for name in ("max_new_tokens", "block_length"):
             if (there := asked.get("decode", {}).get(name)) != (here := getattr(r.decode, name)):
@@ -360,7 +381,9 @@ def request_of(run: Run, stage: str) -> dict[str, Any]:
 def _request(run: Run, stage: str) -> dict[str, Any]:
     r = run.recipe
     base = {"seed": r.seed, "family": r.family, "dtype": r.dtype, "teacher": run.weights_hash()}
-    data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key")}
+    data_keys = {k: v for k, v in r.section("data")["data"].items() if k not in ("test", "test_answer_key", "special_tokens")}
+    if r.data.special_tokens:
+        data_keys["special_tokens"] = True
     unread = ("confidence_threshold", "proposals", "student_sampler", *(("sampler",) if r.decode.sampler is None else ()))
     decode = {k: v for k, v in r.section("decode")["decode"].items() if k not in unread}
     made = {**base, "data": data_keys, **r.section("collect"), "decode": decode}
@@ -396,8 +419,12 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     return {**measured, **r.section("export")} if stage == "export" else {**measured, **r.section("export", "push")}
 
 
-def is_done(run: Run, stage: str) -> bool:
-    """Is the stage's result there, and is it of these values? Another recipe's result is an error."""
+def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
+    """Is the stage's result there, and is it of these values? Another recipe's result is an error.
+
+    sound: also that its files are what was written, by their checksums. A missing file makes a stage not done, and so does a damaged
+    shard of the run's own trajectories; anything else that is damaged, or has no checksums, is an error that names it.
+    """
     last = {
         "collect": run.trajectories / "manifest.json", "train": run.student / "request.json",
         "evaluate": run.out / "report.json", "export": run.exported / "README.md", "push": run.out / "push.request.json",
@@ -408,7 +435,23 @@ def is_done(run: Run, stage: str) -> bool:
         "collect": run.trajectories / "collection.json", "train": run.student / "request.json",
         "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json", "push": last,
     }[stage]
+    if (sums := run.sums(stage)) is not None and note.is_file():
+        files.require_as_written(note, sums)
     trajectories.compare(note, request_of(run, stage), last if stage in ("evaluate", "push") else last.parent)
+    return not sound or stage in run._sound or _is_sound(run, stage)
+
+
+def _is_sound(run: Run, stage: str) -> bool:
+    sums = run.sums(stage)
+    if sums is not None and sums.is_file():
+        wrong = files.faults(sums)
+        missing = [path for path, why in wrong.items() if why == "missing"]
+        own = stage == "collect" and run.shared_trajectories is None
+        if wrong and (own or len(missing) == len(wrong)):
+            for path, why in wrong.items():
+                run.say(f"{stage}: {path} is {why}")
+            return False
+    run.require_sound(stage)
     return True
 
 
@@ -440,6 +483,7 @@ def collect(run: Run) -> None:
         temperatures=c.temperatures, batch_size=c.batch_size, shard_size=c.shard_size,
         seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,
     )
+    run._sound.add("collect")
     run.say(f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
 
 
@@ -483,7 +527,10 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
 
     lengths = None
     dataset: training.TrajectoryStates | training.AnswerNoise | training.CanvasStates
-    stored = canvases.load(run.trajectories) if t.objective == "cdlm" else None
+    stored = None
+    if t.objective == "cdlm":
+        run.require_sound("collect")
+        stored = canvases.load(run.trajectories)
     if isinstance(stored, canvases.Canvases):
         dataset = training.CanvasStates(
             stored, model, r.decode.max_new_tokens, r.decode.block_length, r.seed, self_conditioning=t.self_conditioning, finish=t.finish
@@ -547,9 +594,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     trainer.remove_callback(PrinterCallback)
     if watch is not None:
         trainer.add_callback(watch(trainer))
-    for folder in checkpoints.glob("checkpoint-*"):
-        if not (folder / "trainer_state.json").is_file():  # written last: without it the run was killed while saving
-            shutil.rmtree(folder)
+    _drop_damaged(checkpoints, run.say)
     last = get_last_checkpoint(str(checkpoints))
     if last is not None:
         run.say(f"train: goes on from {Path(last).name}")
@@ -558,7 +603,11 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         trainer._load_from_checkpoint(last)
         history = json.loads((Path(last) / "trainer_state.json").read_text())["log_history"]
     else:
-        trainer.train(resume_from_checkpoint=last)
+        try:
+            trainer.train(resume_from_checkpoint=last)
+        except FloatingPointError as error:
+            kept = get_last_checkpoint(str(checkpoints))
+            raise FloatingPointError(f"{error}. The last good checkpoint: {kept or 'none was written yet'}") from None
         history = trainer.state.log_history
     _note_log(run, history)
     _save_student(run, model, tokenizer, peft_model, request)
@@ -611,28 +660,34 @@ def read_log(run: Run) -> list[dict[str, Any]]:
 
 
 def _note_log(run: Run, history: list[dict[str, Any]]) -> None:
-    (run.out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
+    files.write_text(run.out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in history))
+
+
+def _drop_damaged(checkpoints: Path, say: Callable[[str], None]) -> None:
+    """Remove the checkpoints that are not whole: without checksums the run was killed while saving."""
+    for folder in checkpoints.glob("checkpoint-*"):
+        sums = folder / files.SUMS
+        wrong = files.faults(sums) if sums.is_file() else {}
+        for path, why in wrong.items():
+            say(f"train: {path} is {why}. That checkpoint is not used")
+        if wrong or not sums.is_file():
+            shutil.rmtree(folder)
 
 
 def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any, request: dict[str, Any]) -> None:
     """The adapter, or the whole model; request.json comes last and says that it is complete."""
-    partial = run.out / "student.partial"
-    if partial.exists():
-        shutil.rmtree(partial)
-    if peft_model is not None:
-        peft_model.save_pretrained(partial)
-    else:
-        native.state(model.hf.config, trained_facts(run.recipe, model.facts))
-        model.hf.save_pretrained(partial)
-        families.save_tokenizer(tokenizer, partial)
-    trajectories.write_json(partial / "request.json", request)
-    for stale in (run.student, run.exported):
-        if stale.exists():
-            shutil.rmtree(stale)
-    speak_of_another = ("report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", "push.request.json")
-    for name in speak_of_another:
-        (run.out / name).unlink(missing_ok=True)
-    partial.replace(run.student)
+    speak_of_another = (
+        "report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, "push.request.json", run.exported.name,
+    )  # fmt: skip
+    with files.replacing_folder(run.student, before=[run.out / name for name in speak_of_another]) as partial:
+        if peft_model is not None:
+            peft_model.save_pretrained(partial)
+        else:
+            native.state(model.hf.config, trained_facts(run.recipe, model.facts))
+            model.hf.save_pretrained(partial)
+            families.save_tokenizer(tokenizer, partial)
+        files.write_json(partial / "request.json", request)
+    run._sound.add("train")
 
 
 def trained_facts(recipe: Recipe, start: families.Facts) -> families.Facts:
@@ -647,9 +702,11 @@ def trained_facts(recipe: Recipe, start: families.Facts) -> families.Facts:
 
 def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
     """The trained model, and the PeftModel around it when it is an adapter on `base` (which is then changed in place)."""
+    run.require_sound("train")
     if (run.student / "adapter_config.json").is_file():
         from peft import PeftModel
 
+        adapters.keys(run.student)  # where there are no safetensors PEFT would look for a pickle
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
         facts = replace(base.facts, text_attention="block_causal")
         return type(base)(peft_model.get_base_model(), facts, base.family).eval(), peft_model.eval()
@@ -659,6 +716,7 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
 def _load_saved(run: Run) -> DiffusionLM:
     """The whole model that training wrote: a stock class with its facts in config.json, whatever format the recipe's model has."""
     r = run.recipe
+    run.require_sound("train")
     return families.load(run.student, dtype=r.dtype, device=r.device, attention=r.attention)
 
 
@@ -792,16 +850,17 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     found["latency"]["seconds"] = {m.method.label: question_seconds(m, asked) for m in measured}
     to = folder or run.out
     to.mkdir(parents=True, exist_ok=True)
+    (to / "report.json").unlink(missing_ok=True)  # speaks of the samples that are being replaced
     if folder is None:
-        trajectories.write_json(to / "evaluate.request.json", request)
-    with (to / "samples.jsonl.partial").open("w") as stream:
+        files.write_json(to / "evaluate.request.json", request)
+    with files.replacing(to / "samples.jsonl") as partial, partial.open("w") as stream:
         for m in measured:
             for example, row in zip(examples, m.rows, strict=True):
                 line = {"method": m.method.label, "prompt": example.prompt, "reference": example.answer, **asdict(row)}
                 stream.write(json.dumps(line) + "\n")
-    (to / "report.json").unlink(missing_ok=True)  # speaks of the samples that are being replaced
-    (to / "samples.jsonl.partial").replace(to / "samples.jsonl")
     report.write(found, to, r.name, log)
+    if folder is None:
+        run._sound.add("evaluate")
     return found
 
 
@@ -891,7 +950,8 @@ def export(run: Run) -> None:
         student = _load_saved(run)
         tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None
     report_file = run.out / "report.json"
-    found = json.loads(report_file.read_text())
+    run.require_sound("evaluate")
+    found = read_json(report_file)
     rows = [row for row in found["results"] if row["task"] == "all"]
     base_model, budget = r.base_model(), r.decode.max_new_tokens
 
@@ -908,7 +968,7 @@ def export(run: Run) -> None:
         measured_on = time.strftime("%Y-%m-%d", time.gmtime(report_file.stat().st_mtime))
         results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on, r.train.objective)
     if peft_model is not None and threshold is not None:
-        adapter = run.out / "adapter.partial"
+        adapter = files.partial_of(run.out / "adapter")
         stock = student.family == "native" and student.masks_suffice
         hub.save_adapter(
             run.student, tokenizer, adapter, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
@@ -918,12 +978,13 @@ def export(run: Run) -> None:
     if r.export.dtype is not None:
         student.hf.to(families.DTYPES[r.export.dtype])
     (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced
-    trajectories.write_json(run.out / "export.request.json", request_of(run, "export"))
+    files.write_json(run.out / "export.request.json", request_of(run, "export"))
     hub.save(
         student, tokenizer, run.exported, facts=facts, max_new_tokens=budget, confidence_threshold=threshold,
         card=card(stock=student.masks_suffice),
         eval_results=results, adapter=adapter,
     )
+    run._sound.add("export")
     run.say(f"export: {run.exported}")
 
 
@@ -941,5 +1002,5 @@ def push(run: Run) -> None:
     shipment = hub.pack(run.exported, asked.repo_id, adapter_only=asked.adapter_only)
     run.say(hub.listing(shipment, asked.private))
     address = hub.push(shipment, private=asked.private, say=run.say)
-    trajectories.write_json(run.out / "push.request.json", request_of(run, "push"))
+    files.write_json(run.out / "push.request.json", request_of(run, "push"))
     run.say(f"push: {address}")

@@ -9,13 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from cdlm import terminal
 from cdlm.decode import DecodeConfig, Step
 
 FRESH, OTHER, TAKEN_BACK = "bold black on green", "bold black on yellow", "bold white on red"
 
 
 class Trace:
-    """A decoding callback for one row. Each line: step, block, and the answer so far; open slots are dots, end tokens ∎.
+    """A decoding callback for one row. Each line: step, block, and the answer so far; open slots are dots, end tokens ∎, and control
+    characters of the model's text are written out.
 
     Blocks before the active one are shown as they became at their end.
     """
@@ -60,4 +62,4 @@ class Trace:
         self.console.print(line)
 
     def _shown(self, token: int) -> str:
-        return "∎" if token in self.eos else self.tokenizer.decode([token])
+        return "∎" if token in self.eos else terminal.visible(self.tokenizer.decode([token]), keep="")

@@ -13,17 +13,20 @@ Shapes: B rows, P prompt tokens, N slots, S slots of a canvas, L = P + N, D widt
 """
 
 import contextlib
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from cdlm import data, losses, masks, noise
+from cdlm import data, files, losses, masks, noise
 from cdlm.families.base import DiffusionLM, Seen
 
 
@@ -192,6 +195,10 @@ class TrajectoryStates(_Drawing):
     def __len__(self) -> int:
         return len(self.trajectories)
 
+    def name(self, index: int) -> str:
+        """A row's sample, as an error names it."""
+        return f"trajectory {getattr(self.trajectories[index], 'id', index)}"
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         trajectory, draw = self.trajectories[index], self.generator(index)
         slots = trajectory.tokens.shape[0]
@@ -202,6 +209,7 @@ class TrajectoryStates(_Drawing):
         revealed = trajectory.step >= 0
         hidden = {} if trajectory.hidden is None else {"hidden": trajectory.hidden}
         return {
+            "index": index,
             "prompt_ids": trajectory.prompt_ids,
             "y": torch.where(revealed & (trajectory.step < start), trajectory.tokens, self.mask),
             "y_star": torch.where(revealed & (torch.arange(slots) < end), trajectory.tokens, self.mask),
@@ -282,9 +290,14 @@ class AnswerNoise(_Drawing):
     def __len__(self) -> int:
         return len(self.examples)
 
+    def name(self, index: int) -> str:
+        """A row's sample, as an error names it."""
+        return f"question {self.examples[index].index}"
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         example, draw = self.examples[index], self.generator(index)
         return {
+            "index": index,
             "prompt_ids": example.prompt_ids,
             "answer_ids": example.answer_ids,
             "level": torch.rand(1, generator=draw)[0],
@@ -325,10 +338,14 @@ class Collator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         prompt, valid = data.pad_left([row["prompt_ids"] for row in rows], self.pad)
         batch = {"prompt": prompt, "prompt_valid": valid}
+        if "index" in rows[0]:
+            batch["index"] = torch.tensor([row["index"] for row in rows])
         if "reference_prompt_ids" in rows[0]:
             reference, reference_valid = data.pad_left([row["reference_prompt_ids"] for row in rows], self.pad)
             batch |= {"reference": reference, "reference_valid": reference_valid}
-            return batch | {key: torch.stack([row[key] for row in rows]) for key in rows[0] if not key.endswith("prompt_ids")}
+            return batch | {
+                key: torch.stack([row[key] for row in rows]) for key in rows[0] if key != "index" and not key.endswith("prompt_ids")
+            }
         if "answer_ids" in rows[0]:
             longest = min(max(len(row["answer_ids"]) for row in rows) + 1, self.max_new_tokens)
             if self.whole_blocks is None:
@@ -435,11 +452,61 @@ class CDLMTrainer(Trainer):
         total = None
         for name, loss in parts.items():
             weight = self.args.weights.get(name, 1.0)
-            losses.finite(loss, name)
+            self._require_finite(loss, name, inputs)
             self._sums[name] = self._sums.get(name, 0) + loss.detach()
             self._counts[name] += 1
             total = weight * loss if total is None else total + weight * loss
         return (total, {}) if return_outputs else total
+
+    def _require_finite(self, loss: Tensor, name: str, inputs: dict[str, Tensor]) -> None:
+        """A FloatingPointError that names the loss, the step and the samples of the micro-batch it is of, if it is no number."""
+        try:
+            losses.finite(loss, name)
+        except FloatingPointError as error:
+            named = getattr(self.train_dataset, "name", lambda index: f"row {index}")
+            samples = ", ".join(named(index) for index in inputs["index"].tolist()) if "index" in inputs else "not known"
+            raise FloatingPointError(f"{error}: step {self.state.global_step + 1}, samples: {samples}") from None
+
+    def _save_checkpoint(self, model, trial):
+        """The Trainer's checkpoint, with checksums written last and no pickle that nobody reads; older ones go after that.
+
+        A FloatingPointError for weights that are no numbers: a checkpoint is always one to go on from.
+        """
+        where = Path(self._get_output_dir(trial=trial))
+        folder = where / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+                raise FloatingPointError(f"{name} is no longer finite: step {self.state.global_step}; lower the learning rate")
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            with files.names_path(folder):
+                super()._save_checkpoint(model, trial)
+        except RuntimeError as error:  # torch's own writer says so when a disk is full
+            raise files.NotWritten(f"{folder} can't be written: {' '.join(str(error).split())}") from error
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            with files.names_path(folder):
+                (folder / "training_args.bin").unlink(missing_ok=True)
+                files.seal(folder)
+                files.sync_all(folder)
+            rotate_checkpoints(str(where), self.args.save_total_limit)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """From safetensors alone: the Trainer would also read weights from a pickle."""
+        place = Path(resume_from_checkpoint)
+        if pickles := sorted([*place.glob("*model*.bin"), *place.glob("*model*.bin.index.json")]):
+            raise ValueError(f"{pickles[0]} is a pickle, which can run code; weights are read from safetensors alone: remove it")
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with _plain_state(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint):
+        with _plain_state(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the mean of each loss since the last log, and its weight."""
@@ -455,6 +522,17 @@ class CDLMTrainer(Trainer):
         assert isinstance(self.args, CDLMConfig)
         progress = self.state.global_step / max(1, self.state.max_steps)
         return noise.rising_cap(progress, self.args.noise_first_cap, self.args.noise_ramp)
+
+
+@contextlib.contextmanager
+def _plain_state(checkpoint: str | None) -> Iterator[None]:
+    """Optimizer, schedule and random state are read by torch's weights_only reader, which makes tensors and plain values and calls
+    nothing. What it refuses becomes a ValueError."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(f"{checkpoint} holds state that is more than tensors and plain values, and is not read: {reason}") from None
 
 
 def _whole(batch: dict[str, Tensor], slots_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,8 +17,10 @@ Folder, format version 1:
     shard-00000.parquet        a row a trajectory, see SCHEMA
     shard-00000.safetensors    hidden: bf16 [rows, N, D], rows in the parquet file's order; zero where nothing was revealed;
                                missing, as manifest.json says under hidden, in a folder of imported trajectories
+    shard-00000.sha256         checksums of the shard's two files
+    SHA256SUMS                 checksums of everything
     manifest.json              written last: counts, screening by reason, bytes
-Shards are written whole and renamed into place, parquet last; a shard is complete when its parquet file is there.
+Files are written whole and renamed into place, a shard's parquet last; a shard is complete when its files are those of its checksums.
 
 Where blocks start at position 0, a student fills its last block whole: N is then the budget and block_length - 1 more, and `decoded` ends
 where the student's last block does.
@@ -27,6 +29,7 @@ Shapes: B rows, N slots (the budget, see above), S slots of a block, D width.
 
 import hashlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,9 +42,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cdlm import data
-from cdlm.decode import DecodeConfig, Step, decode, slots
+from cdlm import data, files
+from cdlm.decode import DecodeConfig, NotFinite, Step, decode, slots
 from cdlm.families.base import DiffusionLM, Facts
+from cdlm.families.decoder import read_json
+from cdlm.files import write_json
 
 FORMAT_VERSION = 1
 SCHEMA = {
@@ -171,16 +176,9 @@ def versions() -> dict[str, str]:
     return {"cdlm": __version__, "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write beside the place, then rename into it: a reader sees the old file or the new one, whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)
-
-
 def compare(note: Path, request: dict[str, Any], where: Path) -> None:
     """Refuse `where` if the note beside it asks for other values than `request`; the error names each that differs."""
-    before = json.loads(note.read_text()) if note.is_file() else {}
+    before = read_json(note) if note.is_file() else {}
     changed = sorted(key for key in {*before, *request} if before.get(key) != request.get(key))
     if changed:
         what = "; ".join(_difference(key, before.get(key), request.get(key)) for key in changed)
@@ -245,7 +243,8 @@ def collect(
     batch_of: Callable[..., Collected] | None = None,
     schema: dict[str, str] = SCHEMA,
 ) -> dict[str, Any]:
-    """Decode every prompt at every temperature into `folder`, and return the manifest. Goes on at the first missing shard.
+    """Decode every prompt at every temperature into `folder`, and return the manifest. Goes on at the first shard that is missing or is
+    not what was written.
 
     `config` gives the student's budget and blocks. The teacher decodes one token a step: under full attention in the student's blocks, or,
     if it is a block diffusion model, as such in blocks of its own length, which must divide the student's. A shard's content
@@ -261,7 +260,7 @@ def collect(
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
     names = [f"shard-{i:05d}" for i in range(len(shards))]
-    todo = [i for i, name in enumerate(names) if not all((folder / f"{name}{s}").is_file() for s in (".parquet", ".safetensors"))]
+    todo = [i for i, name in enumerate(names) if not is_whole(folder, name, say)]
     if len(todo) < len(shards):
         say(f"collect: {len(shards) - len(todo)} of {len(shards)} shards are there already")
     began = time.monotonic()
@@ -294,10 +293,14 @@ def _decode_batch(
         seeds = [data.sample_seed(seed, number) for number, _ in part]
         prompts, valid = data.pad_left([example.prompt_ids for _, example in part], model.facts.pad_token_id)
         recorder = Recorder(len(part), width, model.hf.config.hidden_size)
-        out = decode(
-            model, prompts.to(model.device), valid.to(model.device),
-            DecodeConfig(**{**asdict(config), "temperature": temperature}), callback=recorder, seeds=seeds,
-        )
+        try:
+            out = decode(
+                model, prompts.to(model.device), valid.to(model.device),
+                DecodeConfig(**{**asdict(config), "temperature": temperature}), callback=recorder, seeds=seeds,
+            )
+        except NotFinite as error:
+            names = ", ".join(f"{part[row][0]} (question {part[row][1].index})" for row in error.rows)
+            raise FloatingPointError(f"collect: of trajectory {names}: {error}. The shards before are kept") from None
         final = out.filled_BM[:, :width].cpu()
         for row, (number, example) in enumerate(part):
             last = last_slot(model.facts.block_origin, len(example.prompt_ids), student.max_new_tokens, student.block_length)
@@ -317,6 +320,18 @@ def _decode_batch(
     return rows
 
 
+def is_whole(folder: Path, name: str, say: Callable[[str], None]) -> bool:
+    """Whether a shard is there and is what was written, by its checksums. Of one that is there and damaged, or has no checksums, it is
+    said that it is made again: its content depends on the request alone."""
+    sums = folder / f"{name}.sha256"
+    if not (folder / f"{name}.parquet").is_file():
+        return False
+    wrong = files.faults(sums) if sums.is_file() else {str(sums): "missing: without checksums it can't be told from a damaged shard"}
+    for path, why in wrong.items():
+        say(f"collect: {path} is {why}. The shard is made again")
+    return not wrong
+
+
 def write_shard(
     folder: Path, name: str, rows: list[dict[str, Any]], tensors: dict[str, Tensor] | None, schema: dict[str, str] = SCHEMA
 ) -> None:
@@ -332,13 +347,14 @@ def write_shard(
         "steps": ints, "left": ints, "temperatures": floats, "canvas": ints, "accepted": pa.list_(pa.bool_()), "argmax": ints,
     }
     table = pa.Table.from_pylist(rows, schema=pa.schema([(name, types[name]) for name in schema]))
+    written: dict[str, Path] = {}
     if tensors:
-        partial = folder / f"{name}.safetensors.partial"
-        save_file({name: value.contiguous() for name, value in tensors.items()}, partial, {"format_version": str(FORMAT_VERSION)})
-        partial.replace(folder / f"{name}.safetensors")
-    partial = folder / f"{name}.parquet.partial"
-    pq.write_table(table, partial)
-    partial.replace(folder / f"{name}.parquet")
+        written[f"{name}.safetensors"] = folder / f"{name}.safetensors"
+        with files.replacing(folder / f"{name}.safetensors") as partial:
+            save_file({name: value.contiguous() for name, value in tensors.items()}, partial, {"format_version": str(FORMAT_VERSION)})
+    with files.replacing(folder / f"{name}.parquet") as partial:
+        pq.write_table(table, partial)
+        files.write_sums(folder / f"{name}.sha256", {**written, f"{name}.parquet": partial})
 
 
 def write_manifest(
@@ -349,7 +365,9 @@ def write_manifest(
 
     reasons: Counter[str] = Counter()
     total, slots = 0, 0
+    stated: dict[str, Path | bytes | str] = {"collection.json": folder / "collection.json"}
     for name in names:
+        stated |= files.read_sums(folder / f"{name}.sha256")
         table = pq.read_table(folder / f"{name}.parquet", columns=["screened", "decoded"])
         reasons.update(reason for reason in table["screened"].to_pylist() if reason)
         slots += sum(table["decoded"].to_pylist())
@@ -364,10 +382,14 @@ def write_manifest(
         "screened": dict(sorted(reasons.items())),
         "kept": total - sum(reasons.values()) if screen.drop else total,
         "hidden": hidden,
-        "bytes": sum(file.stat().st_size for n in names for file in folder.glob(f"{n}.*")),
+        "bytes": sum((folder / file).stat().st_size for file in stated if not file.endswith(".json")),
         "request_hash": hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest(),
         "versions": versions(),
     }
+    for name in names:
+        stated[f"{name}.sha256"] = folder / f"{name}.sha256"
+    stated["manifest.json"] = files.json_text(manifest).encode()
+    files.write_sums(folder / files.SUMS, stated)
     write_json(folder / "manifest.json", manifest)
     return manifest
 
@@ -377,10 +399,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / "manifest.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no manifest.json: collecting is not finished there")
-    manifest = json.loads(file.read_text())
+    manifest = read_json(file)
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(f"{folder} has format version {version}; this package reads version {FORMAT_VERSION}")
+    names = manifest.get("shards")
+    if not isinstance(names, list) or not all(isinstance(name, str) and re.fullmatch(r"shard-\d{5,}", name) for name in names):
+        raise ValueError(f"{file} has shards {str(names)[:80]}; each is a name of the form shard-00000, a file in {folder}")
     return manifest
 
 

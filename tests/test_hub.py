@@ -259,7 +259,7 @@ def save(folder, model, tokenizer, threshold: float | None = 0.7, card: str = "c
 
 
 def test_save_replaces_an_old_folder_whole_and_leaves_nothing_beside_it(tmp_path, tokenizer):
-    for name in ("export", "export.partial"):
+    for name in ("export", ".export.partial", ".export.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stale").write_text("of an earlier run")
     save(tmp_path / "export", random_model("llama"), tokenizer, card="new card")

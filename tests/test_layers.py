@@ -10,31 +10,32 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "cdlm"
 FLOORS = {
-    0: ("masks", "noise", "unmask", "losses", "roofline"),
+    0: ("masks", "noise", "unmask", "losses", "roofline", "files", "terminal"),
     1: ("attention", "cache"),
     2: ("families",),
     3: ("decode", "speculate", "data"),
     4: ("trajectories", "canvases", "trainer"),
     5: ("evaluate", "hub", "exported", "importers"),
-    6: ("recipe", "cli", "stages", "plan", "ablate", "bench", "trace"),
+    6: ("recipe", "cli", "stages", "plan", "ablate", "bench", "trace", "verify"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
 # room -> the highest floor it may import from; a room may always import from itself. -1: nothing of the package.
 HIGHEST = {
-    "masks": -1, "noise": -1, "unmask": -1, "losses": -1, "roofline": -1,
+    "masks": -1, "noise": -1, "unmask": -1, "losses": -1, "roofline": -1, "files": -1, "terminal": -1,
     "attention": 0, "cache": -1,
     "families": 1,
     "decode": 2, "speculate": 2, "data": -1,
     "trajectories": 3, "canvases": 4, "trainer": 3,
     "evaluate": 4, "hub": 3, "exported": -1, "importers": 4,
-    "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "ablate": 6, "bench": 6, "trace": 6,
+    "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "ablate": 6, "bench": 6, "trace": 6, "verify": 6,
 }  # fmt: skip
 NEVER = {("trainer", "decode"), ("canvases", "trainer"), ("trajectories", "canvases")}
 
 # room -> libraries it may use besides the standard one. A room that is not here answers to HEAVY only.
 LIBRARIES = {
     "masks": {"torch"}, "noise": {"torch"}, "unmask": {"torch"}, "losses": {"torch"}, "roofline": set(),
+    "files": {"safetensors"}, "terminal": set(),
     "attention": {"torch", "transformers", "triton"}, "cache": {"torch", "transformers"},
     "families": {"torch", "transformers", "huggingface_hub", "safetensors"},
     "decode": {"torch"}, "speculate": {"torch"}, "data": {"torch", "datasets", "tokenizers", "pyarrow", "huggingface_hub"},

@@ -310,7 +310,7 @@ def test_write_puts_report_json_last(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "plot", plot)
     report.write(full_report(), tmp_path, "a title")
     assert seen == [["report.html", "report.md"]]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["pareto.png", "report.html", "report.json", "report.md"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["pareto.png", "report.html", "report.json", "report.md", "report.sha256"]
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(full_report()))
 
 
@@ -325,7 +325,7 @@ def test_a_report_that_breaks_leaves_no_report_json(tmp_path, monkeypatch):
 
 
 def test_report_md_has_every_row_under_its_task(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "plot", lambda rows, path, title: None)
+    monkeypatch.setattr(report, "plot", lambda rows, path, title: path.write_text("picture"))
     report.write(full_report(), tmp_path, "a title")
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# a title\n\n- student 80.0% in 4.0 steps")

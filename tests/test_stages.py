@@ -95,7 +95,7 @@ def test_stages_one_by_one_end_as_distill_does(full, tmp_path):
         assert cli.main([stage, str(full.recipe), "--out", str(out)]) == 0
     one_by_one, at_once = contents(out), contents(full.out)
     assert set(one_by_one) == set(at_once)
-    timed = {"report.json", "report.md", "report.html", "log.jsonl", "pareto.png", "export/README.md"}
+    timed = {"report.sha256", "report.json", "report.md", "report.html", "log.jsonl", "pareto.png", "export/README.md"}
     for name in set(at_once) - timed:
         assert one_by_one[name] == at_once[name], name
 
@@ -190,8 +190,9 @@ def kill(stage: str, done, out, folder, **when) -> None:
 
 
 @pytest.mark.parametrize(("when", "left"), [
-    ({"said": "shard 1 of 3"}, ["shard-00000.parquet", "shard-00000.safetensors"]),
-    ({"write": "parquet", "number": 2}, ["shard-00000.parquet", "shard-00000.safetensors", "shard-00001.safetensors"]),
+    ({"said": "shard 1 of 3"}, ["shard-00000.parquet", "shard-00000.safetensors", "shard-00000.sha256"]),
+    ({"write": "parquet", "number": 2},
+     ["shard-00000.parquet", "shard-00000.safetensors", "shard-00000.sha256", "shard-00001.safetensors"]),
 ])
 def test_collect_killed_and_started_again_ends_with_the_same_bytes(full, tmp_path, when, left):
     out = tmp_path / "out"
@@ -317,8 +318,9 @@ def test_train_killed_before_its_log_still_ends_with_every_file(full, tmp_path, 
 
 def test_export_killed_between_removing_the_old_and_placing_the_new_folder(full, tmp_path):
     out = full.copy(tmp_path / "out")
-    (out / "export").rename(out / "export.partial")
-    (out / "export.partial" / "half").write_text("of another run")
+    (out / "export").rename(out / ".export.old")
+    shutil.copytree(out / ".export.old", out / ".export.partial")
+    (out / ".export.partial" / "half").write_text("of another run")
     assert not stages.is_done(run_of(full, out), "export")
     stages.export(run_of(full, out))
     assert contents(out) == contents(full.out)

@@ -101,7 +101,8 @@ def test_one_token_a_step_block_by_block(tmp_path):
 def test_files_are_what_the_module_says(tmp_path):
     manifest = collect(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        ["collection.json", "manifest.json", *(f"shard-0000{i}{s}" for i in range(3) for s in (".parquet", ".safetensors"))]
+        ["SHA256SUMS", "collection.json", "manifest.json",
+         *(f"shard-0000{i}{s}" for i in range(3) for s in (".parquet", ".safetensors", ".sha256"))]
     )
     assert manifest == json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["trajectories"] == 10 and manifest["format_version"] == 1 and manifest["decoded_slots"] == 10 * BUDGET

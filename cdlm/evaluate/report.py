@@ -2,17 +2,18 @@
 
 import json
 import platform
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cdlm import files, terminal
 from cdlm.evaluate import aup, growth, overhead, speculation
 from cdlm.evaluate.clock import COVERAGE, DRAWS, memory_kind
 from cdlm.evaluate.run import Measured, latencies, ratio, result
 from cdlm.trajectories import versions
 
+SUMS = "report.sha256"
 COLUMNS = ("method", "parameter", "accuracy", "steps", "commit", "forwards", "tokens", "TPF", "median s", "p90 s", "TPS", "timed", "n")
 LATENCY_COLUMNS = (
     "method", "parameter", "batch", "p10 s", "median s", "p90 s", "times faster", "95 % interval", "first block s", "a token after it s",
@@ -284,23 +285,26 @@ def _steps(number: float, digits: int) -> str:
 
 
 def write(report: dict[str, Any], folder: Path, title: str, log: list[dict[str, Any]] | None = None) -> None:
-    """report.md, report.html and pareto.png, then report.json: the one that says that the stage is done comes last.
+    """report.md, report.html and pareto.png, checksums of these and of the samples beside them, then report.json: the one that says
+    that the stage is done comes last.
 
     log: lines of log.jsonl, for the loss curves of report.html.
     """
     from cdlm.evaluate import page
 
-    (folder / "report.md").write_text(markdown(report, title))
-    (folder / "report.html").write_text(page.html(report, title, log or []))
-    plot(report["results"], folder / "pareto.png", title)
-    partial = folder / "report.json.partial"
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    partial.replace(folder / "report.json")
+    files.write_text(folder / "report.md", markdown(report, title))
+    files.write_text(folder / "report.html", page.html(report, title, log or []))
+    with files.replacing(folder / "pareto.png") as partial:
+        plot(report["results"], partial, title)
+    text = json.dumps(report, indent=2) + "\n"
+    files.write_sums(folder / SUMS, {**beside(folder), "report.json": text.encode()})
+    files.write_text(folder / "report.json", text)
 
 
-def _plain(text: str) -> str:
-    """A name from outside as one line of Markdown that is neither HTML nor a table's edge."""
-    return escape(" ".join(text.split()), quote=False).replace("|", "&#124;")
+def beside(folder: Path) -> dict[str, Path]:
+    """What a report's checksums are of, besides report.json: name -> file, of those that are there."""
+    names = ("report.md", "report.html", "pareto.png", "samples.jsonl", "evaluate.request.json", "log.jsonl")
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def markdown(report: dict[str, Any], title: str) -> str:
@@ -308,7 +312,7 @@ def markdown(report: dict[str, Any], title: str) -> str:
     tasks = sorted({row["task"] for row in report["results"]} - {"all"})
     drafted = report.get("speculation")
     told = summary_lines(report["summary"]) + (speculation.lines(drafted) if drafted else [])
-    parts = [f"# {_plain(title)}", "", *(f"- {line}" for line in told), ""]
+    parts = [f"# {terminal.markdown(title)}", "", *(f"- {line}" for line in told), ""]
     parts += [
         "Steps are refinement forwards. With the cache a finished block is committed by the forward that takes the first step "
         "in the next block, so forwards is not steps + commit. Tokens run up to and with the end-of-sequence token. Accuracy "
@@ -316,7 +320,7 @@ def markdown(report: dict[str, Any], title: str) -> str:
         "interleaved.", "",
     ]
     for task in ["all", *tasks]:
-        parts += [f"## {_plain(task)}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
+        parts += [f"## {terminal.markdown(task)}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
     parallel = [row for row in report.get("parallelism", []) if row["task"] == "all"]
     if parallel:
         parts += ["## accuracy under parallelism", "", aup_line(parallel), "", markdown_table(aup_table(parallel), AUP_COLUMNS), ""]
@@ -386,5 +390,5 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, format="png")
     plt.close(figure)

@@ -38,7 +38,7 @@ from typing import Any
 from torch import Tensor
 
 from cdlm import data
-from cdlm.decode import DecodeConfig, Decoded, Step, decode
+from cdlm.decode import DecodeConfig, Decoded, NotFinite, Step, decode
 from cdlm.evaluate.assisted import GenerateConfig, generate
 from cdlm.evaluate.clock import FEWEST, FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
 from cdlm.families.base import DiffusionLM
@@ -150,7 +150,11 @@ def score(method: Method, examples: list[data.Example], tokenizer, batch_size: i
     rows: dict[int, Row] = {}
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
-        out = _decode(method, [examples[i] for i in part])
+        try:
+            out = _decode(method, [examples[i] for i in part])
+        except NotFinite as error:
+            names = ", ".join(str(examples[part[row]].index) for row in error.rows)
+            raise FloatingPointError(f"evaluate: {method.label}, question {names}: {error}") from None
         for row, i in enumerate(part):
             text = tokenizer.decode(out.answer(row, method.model.facts.eos_token_ids), skip_special_tokens=False)
             rows[i] = Row(

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cdlm import files as disk
+
 Move = Callable[[list[Tensor]], list[Tensor]]
 RELEASE = 32 * 2**20  # bytes read after which files are mapped anew, so that pages already copied leave memory
 
@@ -70,9 +72,12 @@ class Files:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             try:
-                where = json.loads(index.read_text())["weight_map"]
+                where = dict(json.loads(index.read_text())["weight_map"])
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{index} has no weight_map that can be read") from None
+            for name in where.values():
+                if not isinstance(name, str) or not disk.inside(name):
+                    raise ValueError(f"{index} names {name!r}; a shard is a file in {folder}")
             missing = sorted({name for name in where.values() if not (folder / name).is_file()})
             if missing:
                 raise ValueError(f"{index} names {missing[0]}, which is not in {folder}; download the missing shard")

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from cdlm import files as disk
 from cdlm.families import checkpoint, native
 from cdlm.families.base import DiffusionLM, Facts
 
@@ -191,11 +192,7 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType],
     if not source.is_dir():
         raise ValueError(f"{source} is no folder here; convert works on local folders")
     config = read_config(source)
-    partial = target.with_name(f".{target.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
+    with disk.replacing_folder(target) as partial:
         if to == "family":
             to_family(source, config, families, partial)
         else:
@@ -203,10 +200,6 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType],
             if not hasattr(module, "entries"):
                 raise ValueError(f"{source} is native already (model_type {config.get('model_type')!r})")
             to_native(source, config, module, facts_of(source, config, module), partial)
-        partial.replace(target)
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial)
 
 
 def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> Iterator[str]:

@@ -1,0 +1,49 @@
+"""What a terminal, a log or a report may be sent. Knows characters and the environment; knows no model and no file.
+
+Text of a model or of a data set may hold control characters that move the cursor, change colours or retitle a window, and marks that
+turn the direction of what follows; an error of a library may hold an access token. Neither goes out.
+"""
+
+import os
+import re
+import unicodedata
+from collections.abc import Mapping
+from html import escape
+
+SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|APIKEY|KEY)S?(?:$|_(?!PATH$|FILE$|DIR$))")
+ACCESS_TOKEN = re.compile(
+    r"\bhf_[A-Za-z0-9]{30}[A-Za-z0-9]*|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{50}[A-Za-z0-9_]*"
+    r"|\bsk-(?:proj-|ant-)?[A-Za-z0-9]{32}[A-Za-z0-9]*|\bAKIA[A-Z0-9]{16}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+HIDDEN = "[hidden]"
+
+
+def visible(text: str, keep: str = "\n\t") -> str:
+    """The text with control characters (C0, C1, direction marks, line separators, half surrogates) written out, as in \\x1b.
+    keep: those that stay."""
+    return "".join(_written(c) if c not in keep and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text)
+
+
+def _written(character: str) -> str:
+    # Joiners belong to words and emoji, and turn nothing.
+    return character if character in "\u200c\u200d" else character.encode("unicode_escape", "surrogatepass").decode()
+
+
+def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """The text without the values of the environment's secrets (by their names), access tokens (by their form) and passwords in
+    addresses."""
+    for name, value in (os.environ if environment is None else environment).items():
+        if len(value) >= 8 and SECRET_NAME.search(name.upper()):
+            text = text.replace(value, HIDDEN)
+    return ACCESS_TOKEN.sub(HIDDEN, text)
+
+
+def markdown(text: str) -> str:
+    """A name from outside as one line of Markdown that is neither HTML, nor a link or emphasis, nor a table's edge."""
+    plain = escape(visible(" ".join(text.split())), quote=False).replace("|", "&#124;")
+    return re.sub(r"([\\`*\[\]]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", plain)
+
+
+def line(text: str) -> str:
+    """What is said to a user: visible, without secrets."""
+    return visible(without_secrets(text))

@@ -1,0 +1,915 @@
+"""The campaign of faults: `python tests/faults.py [NAME ...]` prints one line a case (name, ok or FAILED, what was seen) and ends with
+status 1 when one failed. NAME: only the groups of these names. tests/test_faults.py runs a part of the same cases.
+
+A server process imports everything once and forks for each command, so that a case costs what the command itself costs. A fault is put
+into the fork alone: a signal or an error at a certain call, before it, after it, or with half of a file written.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SMALL = (  # of the mini recipe: two shards, two steps with a checkpoint each, one method on one question
+    "collect.num_prompts=2", "collect.shard_size=1", "collect.temperatures=[0.0]", "train.steps=2", "train.save_steps=1",
+    "train.accumulation=1", "evaluate.methods=[student]", "evaluate.thresholds=[]", "evaluate.truncated_steps=[]",
+    "evaluate.num_prompts=1", "evaluate.latency_prompts=1", "evaluate.warmup_prompts=0",
+)  # fmt: skip
+NOTE = "evaluate.request.json"
+TIMED = ("report.sha256", "report.md", "report.html", "report.json", "pareto.png", "log.jsonl", "export/README.md")
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def _inject(fault: dict[str, Any]) -> None:
+    """Put one fault into this process: at the `number`-th call of `function` (module:attribute) whose arguments name `name`."""
+    import importlib
+
+    if "limit" in fault:  # bytes that a file may have
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault["limit"], fault["limit"]))
+    if "function" not in fault:
+        return
+    module, attribute = fault["function"].split(":")
+    owner: Any = importlib.import_module(module)
+    *path, last = attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    real, seen = getattr(owner, last), 0
+
+    def strike() -> None:
+        if "errno" in fault:
+            raise OSError(fault["errno"], os.strerror(fault["errno"]))
+        os.kill(os.getpid(), getattr(signal, fault["signal"]))
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        named = [str(value) for value in (*args, *kwargs.values()) if isinstance(value, str | os.PathLike)]
+        if fault.get("name") is not None and not any(Path(value).name == fault["name"] for value in named):
+            return real(*args, **kwargs)
+        seen += 1
+        if seen != fault.get("number", 1):
+            return real(*args, **kwargs)
+        if fault["when"] == "before":
+            strike()
+            return real(*args, **kwargs)
+        result = real(*args, **kwargs)
+        if fault["when"] == "half":
+            file = next(Path(value) for value in named if Path(value).is_file())
+            os.truncate(file, file.stat().st_size // 2)
+        strike()
+        return result
+
+    setattr(owner, last, struck)
+
+
+def _child(asked: dict[str, Any], out: str, err: str) -> None:
+    """Run a command and end this process with its status."""
+    for number, name in ((1, out), (2, err)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(asked["variables"])
+    status: Any = 70
+    try:
+        from cdlm import cli
+
+        os.chdir(asked["folder"])
+        _inject(asked["fault"])
+        status = cli.main(asked["arguments"])
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 70)
+
+
+def serve() -> None:
+    """Answer commands, a line of JSON each."""
+    import matplotlib
+    import pyarrow.parquet
+    import torch
+
+    torch.set_num_threads(1)
+    matplotlib.use("Agg")
+    from cdlm import cli, data, importers, plan, stages, trace, trainer, verify  # noqa: F401  (imported for the forks)
+    from cdlm.evaluate import page  # noqa: F401
+
+    assert pyarrow.parquet is not None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with tempfile.TemporaryDirectory() as place:
+            out, err = f"{place}/out", f"{place}/err"
+            child = os.fork()
+            if child == 0:
+                _child(asked, out, err)
+            _, ended = os.waitpid(child, 0)
+            said = [Path(name).read_text(errors="replace") for name in (out, err)]
+        print(json.dumps({"status": os.waitstatus_to_exitcode(ended), "out": said[0], "err": said[1]}), flush=True)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended. err is without the bars of transformers."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        quiet = ("Loading weights", "Writing model shards", "[transformers]", "Warning: You are sending")
+        return [line.split("\r")[-1] for line in self.err.splitlines() if line.strip() and not line.split("\r")[-1].startswith(quiet)]
+
+    def refused(self, *named: str) -> str:
+        """Why this is no proper refusal (status 2, one line that names these); empty if it is one."""
+        if self.status != 2 or len(self.lines) != 1 or not self.lines[0].startswith("cdlm: error: "):
+            return f"status {self.status}, {len(self.lines)} lines: {' | '.join(self.lines)[-600:]}"
+        return "".join(f"{text!r} is not in: {self.lines[0]}" for text in named if text not in self.lines[0])
+
+
+class Server:
+    """Runs commands of cdlm in forks of one process."""
+
+    def __init__(self, folder: Path):
+        environment = {
+            **os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf-home"), "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        }  # fmt: skip
+        environment.pop("CDLM_TRACEBACK", None)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
+        )
+        self.folder = folder
+
+    def run(self, *arguments: object, fault: dict[str, Any] | None = None, folder: Path | None = None, **variables: str) -> Ended:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        asked = {
+            "arguments": [str(word) for word in arguments], "fault": fault or {}, "folder": str(folder or self.folder),
+            "variables": variables,
+        }  # fmt: skip
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        return Ended(**json.loads(self.process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# ---- a run, whole and broken -----------------------------------------------------------------------------------------
+
+
+def small(*changes: str) -> list[str]:
+    return [word for change in (*SMALL, *changes) for word in ("--set", change)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def untimed(report: bytes) -> dict[str, Any]:
+    """report.json without what a clock gave and how the command was typed."""
+    found = json.loads(report)
+    found["summary"].pop("latency_speedup")
+    for key in ("latency", "command"):
+        found.pop(key)
+    for row in found["results"]:
+        row.pop("latency_s"), row.pop("tps")
+    return found
+
+
+def same_run(one: Path, other: Path) -> str:
+    """How two finished runs differ; empty if they are the same but for what a clock gave."""
+    a, b = contents(one), contents(other)
+    if set(a) != set(b):
+        return f"files differ: {sorted(set(a) ^ set(b))}"
+    differing = [name for name in a if name not in TIMED and a[name] != b[name]]
+    if differing:
+        return f"contents differ: {differing}"
+    return "" if untimed(a["report.json"]) == untimed(b["report.json"]) else "report.json differs"
+
+
+@dataclass
+class World:
+    """The server, the smallest recipe, and its unbroken run."""
+
+    server: Server
+    recipe: Path
+    whole: Path
+
+    @staticmethod
+    def make(folder: Path) -> "World":
+        """A mini recipe and its unbroken run, in `folder`."""
+        import mini
+
+        recipe = mini.write(folder / "world")
+        server = Server(folder)
+        world = World(server, recipe, folder / "whole")
+        ended = world.distill(world.whole)
+        assert ended.status == 0, ended.err
+        return world
+
+    def distill(self, out: Path, *changes: str, fault: dict[str, Any] | None = None, **variables: str) -> Ended:
+        return self.server.run("distill", self.recipe, "--out", out, *small(*changes), fault=fault, **variables)
+
+    def start(self, out: Path, stages: str) -> Path:
+        """A run in which these stages are done: any of c, t, e for collect, train, evaluate."""
+        out.mkdir(parents=True)
+        for letter, name in (("c", "trajectories"), ("t", "student")):
+            if letter in stages:
+                shutil.copytree(self.whole / name, out / name)
+        if "t" in stages:
+            shutil.copy(self.whole / "log.jsonl", out)
+        if "e" in stages:
+            for file in [*self.whole.glob("report.*"), *(self.whole / name for name in ("pareto.png", "samples.jsonl", NOTE))]:
+                shutil.copy(file, out)
+        return out
+
+
+# ---- cases: each gives "" or what went wrong -------------------------------------------------------------------------
+
+REPLACE, SYNC = "os:replace", "cdlm.files:_sync"
+KILLS = {  # name -> stages done before, and where it strikes
+    "collect: in the middle of a shard's hidden rows": ("", {"function": SYNC, "name": ".shard-00001.safetensors.partial", "when": "half"}),
+    "collect: in the middle of a shard's table": ("", {"function": SYNC, "name": ".shard-00001.parquet.partial", "when": "half"}),
+    "collect: between a shard's two files": ("", {"function": REPLACE, "name": "shard-00000.parquet", "when": "before"}),
+    "collect: between the last shard and the manifest": ("", {"function": "cdlm.trajectories:write_manifest", "when": "before"}),
+    "collect: between the checksums and the manifest": ("", {"function": REPLACE, "name": "manifest.json", "when": "before"}),
+    "collect: while decoding": ("", {"function": "cdlm.trajectories:decode", "number": 2, "when": "before"}),
+    "train: in a step": ("c", {"function": "cdlm.trainer:CDLMTrainer.compute_loss", "number": 2, "when": "before"}),
+    "train: in the middle of a checkpoint's optimizer": (
+        "c", {"function": "torch:save", "name": "optimizer.pt", "number": 2, "when": "half"}
+    ),
+    "train: between a checkpoint and its checksums": ("c", {"function": "cdlm.files:seal", "number": 2, "when": "before"}),
+    "train: while an old checkpoint is removed": (
+        "c", {"function": "transformers.trainer_utils:shutil.rmtree", "name": "checkpoint-1", "when": "before"}
+    ),
+    "train: before the student is put in place": ("c", {"function": REPLACE, "name": "student", "when": "before"}),
+    "train: behind the student": ("c", {"function": REPLACE, "name": "student", "when": "after"}),
+    "evaluate: while decoding": ("ct", {"function": "cdlm.evaluate.run:_decode", "number": 2, "when": "before"}),
+    "evaluate: in the middle of the samples": ("ct", {"function": SYNC, "name": ".samples.jsonl.partial", "when": "half"}),
+    "evaluate: between the checksums and the report": ("ct", {"function": REPLACE, "name": "report.json", "when": "before"}),
+    "export: in the middle of the weights": ("cte", {"function": "safetensors.torch:save_file", "when": "half"}),
+    "export: before the folder is put in place": ("cte", {"function": REPLACE, "name": "export", "when": "before"}),
+    "export: behind the folder": ("cte", {"function": REPLACE, "name": "export", "when": "after"}),
+}  # fmt: skip
+
+
+def killed(world: World, out: Path, name: str, kind: str) -> str:
+    """Killed at a point, the next start ends with the files of an unbroken run; SIGTERM also says so in one line and cleans up."""
+    before, fault = KILLS[name]
+    world.start(out, before)
+    ended = world.distill(out, fault={**fault, "signal": kind})
+    if kind == "SIGKILL" and ended.status != -signal.SIGKILL:
+        return f"it was not killed: status {ended.status}, {ended.err[-300:]}"
+    if kind == "SIGTERM":
+        if ended.status != 143 or len(ended.lines) != 1 or "ended by SIGTERM" not in ended.lines[0]:
+            return f"status {ended.status}: {ended.lines}"
+        if left := [path.name for path in out.rglob("*") if path.name.endswith(".partial") or path.name == ".lock"]:
+            return f"it left {left}"
+    again = world.distill(out)
+    return f"started again: {again.lines}" if again.status else same_run(out, world.whole)
+
+
+CASES: dict[str, Callable[[World, Path], str]] = {}
+for _kind in ("SIGKILL", "SIGTERM"):
+    for _name in KILLS:
+        CASES[f"kill / {_kind} / {_name}"] = lambda world, out, name=_name, kind=_kind: killed(world, out, name, kind)
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a byte in the middle of a file, one that is no white space."""
+    content = bytearray(path.read_bytes())
+    place = len(content) // 2
+    while bytes(content[place : place + 1]).isspace():
+        place += 1
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGED = (
+    "trajectories/shard-00001.safetensors", "trajectories/shard-00001.parquet", "trajectories/shard-00001.sha256",
+    "trajectories/SHA256SUMS", "trajectories/manifest.json", "trajectories/collection.json", "student/model.safetensors",
+    "student/config.json", "student/tokenizer.json", "student/request.json", "student/SHA256SUMS", "report.json", "report.md",
+    "report.html", "pareto.png", "samples.jsonl", "log.jsonl", "report.sha256", "evaluate.request.json", "export.request.json",
+    "export/model.safetensors", "export/config.json", "export/custom_generate/generate.py", "export/SHA256SUMS",
+)  # fmt: skip
+
+
+def damaged(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
+    """A damaged file is named, and made again or refused: then every file is as it was."""
+    shutil.copytree(world.whole, out)
+    change(out / name)
+    before = contents(out)
+    ended = world.distill(out)
+    if ended.status == 0:
+        if name not in ended.out:
+            return f"{name} is not named: {ended.out[-400:]}"
+        return "" if contents(out) == contents(world.whole) else "it was not made again as it was"
+    return ended.refused(name) or ("" if contents(out) == before else "the refusal changed files")
+
+
+def damaged_checkpoint(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
+    """A damaged checkpoint is named and not used; the run ends as an unbroken one."""
+    world.start(out, "c")
+    ended = world.distill(out, fault={"function": "cdlm.stages:_note_log", "when": "before", "signal": "SIGKILL"})
+    place = out / "checkpoints" / "checkpoint-2" / name
+    if ended.status != -signal.SIGKILL or not place.is_file():
+        return f"no {place}: status {ended.status}, {ended.err[-300:]}"
+    change(place)
+    again = world.distill(out)
+    if again.status or f"checkpoint-2/{name}" not in again.out:
+        return f"status {again.status}, {again.lines}, {name} named: {name in again.out}"
+    return same_run(out, world.whole)
+
+
+def without_checksums(world: World, out: Path, name: str) -> str:
+    """A folder from before there were checksums is refused, with the command that seals it; sealed, it is taken."""
+    shutil.copytree(world.whole, out)
+    for file in (out / name).glob("*.sha256") if name == "trajectories" else []:
+        file.unlink()
+    (out / name / "SHA256SUMS" if name != "." else out / "report.sha256").unlink()
+    wrong = world.distill(out).refused("has no checksums", "cdlm verify", "--seal")
+    if wrong:
+        return wrong
+    sealed = world.server.run("verify", out, "--seal")
+    again = world.distill(out)
+    checked = world.server.run("verify", out)
+    if sealed.status or again.status or checked.status:
+        return f"{sealed.lines} {again.lines} {checked.lines}"
+    return "" if contents(out) == contents(world.whole) else "sealing wrote other checksums"
+
+
+for _change in (flip, truncate):
+    for _name in DAMAGED:
+        CASES[f"damage / {_change.__name__} / {_name}"] = lambda world, out, name=_name, change=_change: damaged(world, out, name, change)
+    for _name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "SHA256SUMS"):
+        CASES[f"damage / {_change.__name__} / checkpoint {_name}"] = (
+            lambda world, out, name=_name, change=_change: damaged_checkpoint(world, out, name, change)
+        )  # fmt: skip
+for _name in ("trajectories", "student", "export", "."):
+    CASES[f"damage / no checksums / {_name}"] = lambda world, out, name=_name: without_checksums(world, out, name)
+
+
+# ---- two runs in one folder ------------------------------------------------------------------------------------------
+
+
+def second_run(world: World, out: Path) -> str:
+    """The second run in a folder is refused and names the first; nothing changes."""
+    import socket
+
+    from cdlm import files
+
+    world.start(out, "c")
+    with files.locked(out):
+        before = contents(out)
+        wrong = world.distill(out).refused(f"process {os.getpid()} on {socket.gethostname()}", str(out))
+        if wrong or contents(out) != before:
+            return wrong or "the refused run changed files"
+    again = world.distill(out)
+    return f"{again.lines}" if again.status else same_run(out, world.whole)
+
+
+def lock_of_the_dead(world: World, out: Path) -> str:
+    """A crash leaves no lock behind."""
+    world.start(out, "c")
+    ended = world.distill(out, fault={"function": "cdlm.stages:train", "when": "before", "signal": "SIGKILL"})
+    if ended.status != -signal.SIGKILL or not (out / ".lock").is_file():
+        return f"status {ended.status}, lock file there: {(out / '.lock').is_file()}"
+    again = world.distill(out)
+    return f"{again.lines}" if again.status else same_run(out, world.whole)
+
+
+CASES["lock / a second run"] = second_run
+CASES["lock / after a crash"] = lock_of_the_dead
+
+
+# ---- no room, no permission ------------------------------------------------------------------------------------------
+
+
+def full(world: World, out: Path, before: str, fault: dict[str, Any], named: str) -> str:
+    """What can't be written is named in one line; what was there stays, and the next start ends as an unbroken run."""
+    world.start(out, before)
+    kept = contents(out)
+    ended = world.distill(out, fault=fault)
+    wrong = ended.refused("can't be written", named)
+    if wrong:
+        return wrong
+    now = contents(out)
+    if lost := [name for name in kept if now.get(name) != kept[name]]:
+        return f"it lost {lost}"
+    if left := [name for name in now if ".partial" in name or name == ".lock"]:
+        return f"it left {left}"
+    again = world.distill(out)
+    return f"{again.lines}" if again.status else same_run(out, world.whole)
+
+
+for _name, (_before, _fault, _named) in {
+    "a limit, in collect": ("", {"limit": 2_000}, "trajectories/"),
+    "a limit, in a checkpoint": ("c", {"limit": 60_000}, "checkpoint-1"),
+    "a limit, in evaluate": ("ct", {"limit": 30_000}, "pareto.png"),
+    "a limit, in export": ("cte", {"limit": 60_000}, "export"),
+    "disk full at a manifest": ("", {"function": SYNC, "name": ".manifest.json.partial", "when": "before", "errno": 28}, "manifest.json"),
+    "disk full at the student": ("c", {"function": "cdlm.files:seal", "number": 3, "when": "before", "errno": 28}, "student"),
+    "disk full at the report": ("ct", {"function": SYNC, "name": ".report.json.partial", "when": "before", "errno": 28}, "report.json"),
+    "read-only at a shard": ("", {"function": REPLACE, "name": "shard-00000.parquet", "when": "before", "errno": 30}, "shard-00000"),
+}.items():
+    CASES[f"disk / {_name}"] = lambda world, out, values=(_before, _fault, _named): full(world, out, *values)
+
+
+@contextlib.contextmanager
+def mounted(place: Path, size: str) -> Iterator[bool]:
+    """A file system of its own at `place`; False where mounting is not allowed."""
+    place.mkdir(parents=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True, check=False)
+    try:
+        yield done.returncode == 0
+    finally:
+        if done.returncode == 0:
+            subprocess.run(["umount", "-l", place], check=False)
+
+
+def remount(place: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", place], check=True)
+
+
+NOT_RUN = "not run: no file system can be mounted here"
+
+
+def small_disk(world: World, out: Path) -> str:
+    """A disk that is full in the middle of training; with more room the same command goes on."""
+    with mounted(out, "300k") as allowed:
+        if not allowed:
+            return NOT_RUN
+        ended = world.distill(out / "run")
+        if wrong := ended.refused("can't be written", str(out / "run")):
+            return wrong
+        if not (out / "run" / "trajectories" / "manifest.json").is_file():
+            return "the trajectories are lost"
+        remount(out, "size=20m")
+        again = world.distill(out / "run")
+        return f"{again.lines}" if again.status else same_run(out / "run", world.whole)
+
+
+def read_only_disk(world: World, out: Path) -> str:
+    """A read-only disk: one line that names the folder."""
+    with mounted(out, "20m") as allowed:
+        if not allowed:
+            return NOT_RUN
+        world.start(out / "run", "c")
+        remount(out, "ro")
+        for place in (out / "run", out / "new"):
+            if wrong := world.distill(place).refused(str(place), "Read-only file system"):
+                return wrong
+        remount(out, "rw")
+        again = world.distill(out / "run")
+        return f"{again.lines}" if again.status else same_run(out / "run", world.whole)
+
+
+CASES["disk / a small file system"] = small_disk
+CASES["disk / a read-only file system"] = read_only_disk
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    """Change keys of a JSON file; ... takes a key out."""
+    found = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+
+
+def edit_tensor(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _nan(tensors: dict[str, Any]) -> None:
+    tensors["lm_head.weight"][3, 4] = float("nan")
+
+
+def _drop(tensors: dict[str, Any]) -> None:
+    tensors.pop("lm_head.weight")
+
+
+def _cut(tensors: dict[str, Any]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
+
+
+def _setting(change: str) -> Callable[[Path], list[str]]:
+    return lambda folder: ["distill", "mini.yaml", "--out", "out", "--set", change]
+
+
+def _recipe(text: str | bytes) -> Callable[[Path], list[str]]:
+    def prepare(folder: Path) -> list[str]:
+        (folder / "bad.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return ["distill", "bad.yaml", "--out", "out"]
+
+    return prepare
+
+
+def _rows(text: str | bytes, file: str = "train.jsonl") -> Callable[[Path], list[str]]:
+    def prepare(folder: Path) -> list[str]:
+        (folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return ["distill", "mini.yaml", "--out", "out"]
+
+    return prepare
+
+
+def _teacher(change: Callable[[Path], None], command: str = "distill") -> Callable[[Path], list[str]]:
+    def prepare(folder: Path) -> list[str]:
+        change(folder / "teacher")
+        return ["generate", "teacher", "--prompt", "copy:ab"] if command == "generate" else ["distill", "mini.yaml", "--out", "out"]
+
+    return prepare
+
+
+def _command(*words: str) -> Callable[[Path], list[str]]:
+    return lambda folder: list(words)
+
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{y}: &{y} [{','.join(['*' + x] * 9)}]\n" for x, y in zip("abcdefgh", "bcdefghi", strict=True)
+)
+ROW = '{"task": "copy", "prompt": "copy:ab", "answer": "ab"}\n'
+BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
+    # recipes
+    "an unknown key": (_setting("train.stepz=3"), ("unknown key train.stepz", "train.steps")),
+    "text for a number": (_setting("train.steps=many"), ("train.steps is 'many'", "whole number")),
+    "a huge budget": (_setting("decode.max_new_tokens=999999999999"), ("decode.max_new_tokens is 999999999999", "between 1 and")),
+    "a block that does not divide": (_setting("decode.block_length=5"), ("block_length 5", "1, 2, 4, 8, 16")),
+    "an unknown schedule": (_setting("train.scheduler=cosin"), ("train.scheduler is 'cosin'", "linear")),
+    "a key that a schedule does not take": (
+        _setting("train.scheduler_kwargs={power: 2}"), ("train.scheduler_kwargs.power", "constant_with_warmup takes none")
+    ),
+    "a schedule's value": (
+        _setting("train={learning_rate: 0.1, batch_size: 2, steps: 2, scheduler: cosine, scheduler_kwargs: {num_cycles: x}}"),
+        ("num_cycles is 'x'", "a number"),
+    ),
+    "not a number": (_setting("train.learning_rate=.nan"), ("train.learning_rate is nan", "between")),
+    "infinity": (_setting("train.warmup=.inf"), ("train.warmup is inf",)),
+    "a name that leaves the folder": (_setting("name=../x"), ("name is '../x'", "no '/'")),
+    "a name with control characters": (_recipe('name: "a\\e[31m"\ndata: {test: t}\n'), ("missing key",)),
+    "a date where there is none": (_recipe("name: 2024-13-45\n"), ("bad.yaml is not YAML", "month")),
+    "a tag of Python": (_recipe("name: !!python/object/apply:os.system [id]\n"), ("bad.yaml is not YAML",)),
+    "a bomb of anchors": (_recipe(BOMB), ("unknown key a",)),
+    "a nest without an end": (_recipe("name: " + "[" * 3000), ("bad.yaml", "deep")),
+    "a recipe in another encoding": (_recipe("name: ü\n".encode("latin-1")), ("bad.yaml is not UTF-8",)),
+    "a binary recipe": (_recipe(bytes(range(256))), ("bad.yaml",)),
+    "an empty recipe": (_recipe(""), ("bad.yaml holds None",)),
+    "a LoRA target that is none": (
+        _setting("train.lora={rank: 2, alpha: 2, targets: [query]}"), ("train.lora.targets names ['query']", "q_proj")
+    ),
+    "a folder as the test questions": (_setting("data.test=teacher"), ("data.test", "teacher")),
+    # models
+    "no model": (_setting("model=./nowhere"), ("model: nothing at",)),
+    "config.json that is no JSON": (_teacher(lambda m: (m / "config.json").write_text("{")), ("config.json is not JSON",)),
+    "config.json that is a list": (_teacher(lambda m: (m / "config.json").write_text("[1]")), ("config.json holds [1]",)),
+    "a layer count of text": (_teacher(lambda m: edit_json(m / "config.json", num_hidden_layers="two")), ("num_hidden_layers",)),
+    "no heads": (_teacher(lambda m: edit_json(m / "config.json", num_attention_heads=0)), ("config.json",)),
+    "a mask token out of the vocabulary": (_teacher(lambda m: edit_json(m / "config.json", mask_token_id=999)), ("999",)),
+    "a mask token of text": (_teacher(lambda m: edit_json(m / "config.json", mask_token_id="mask")), ("mask",)),
+    "an unknown model_type": (_teacher(lambda m: edit_json(m / "config.json", model_type="nonesuch")), ("nonesuch",)),
+    "a model_type that is a list": (_teacher(lambda m: edit_json(m / "config.json", model_type=["llama"])), ("model_type",)),
+    "weights that are cut": (_teacher(lambda m: truncate(m / "model.safetensors")), ("model.safetensors",)),
+    "weights that are empty": (_teacher(lambda m: (m / "model.safetensors").write_bytes(b"")), ("model.safetensors",)),
+    "NaN in the weights": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _nan)), ("lm_head.weight", "NaN")),
+    "a missing tensor": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _drop)), ("lm_head.weight",)),
+    "a tensor of another shape": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _cut)), ("lm_head.weight", "(57, 32)")),
+    "an index that leaves the folder": (
+        _teacher(lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "../../x.safetensors"}}')),
+        ("'../../x.safetensors'", "a file in"),
+    ),
+    "an index that is a list": (
+        _teacher(lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": [1]}')), ("index.json", "weight_map")
+    ),
+    "a tokenizer that is no JSON": (_teacher(lambda m: (m / "tokenizer.json").write_text("{]")), ("tokenizer",)),
+    "no tokenizer": (_teacher(lambda m: [(m / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")] and None), ("tokenizer",)),
+    "a chat template that is broken": (_teacher(lambda m: (m / "chat_template.jinja").write_text("{% for %}")), ("template",)),
+    # data
+    "a line that is no JSON": (_rows(ROW + "{oops\n"), ("train.jsonl, line 2 is not JSON",)),
+    "a line that is a list": (_rows("[1, 2]\n"), ("train.jsonl, line 1",)),
+    "a file without rows": (_rows(""), ("train.jsonl holds no rows",)),
+    "data in another encoding": (_rows(b'{"prompt": "\xff"}\n'), ("train.jsonl is not UTF-8",)),
+    "a number for a text": (_rows('{"task": "copy", "prompt": 3, "answer": "a"}\n' * 6), ("row 1 has no text under 'prompt'",)),
+    "an empty prompt": (_rows('{"task": "copy", "prompt": "", "answer": "a"}\n' * 6), ("row 1",)),
+    "text that no token stands for": (_rows('{"task": "copy", "prompt": "copy:Q", "answer": "a"}\n' * 6), ("row 1", "does not know")),
+    "half a surrogate": (_rows('{"task": "copy", "prompt": "copy:\\ud800", "answer": "a"}\n' * 6), ("row 1",)),
+    "an answer that is too long": (_rows(f'{{"task": "copy", "prompt": "copy:a", "answer": "{"a" * 40}"}}\n' * 6), ("row 1", "16")),
+    "a prompt that is too long": (_rows(f'{{"task": "copy", "prompt": "copy:{"a" * 90}", "answer": "a"}}\n' * 6), ("row 1", "24")),
+    "a nested line": (_rows('{"a":' * 5000 + "1" + "}" * 5000 + "\n"), ("train.jsonl, line 1",)),
+    "a parquet file that is none": (
+        lambda folder: [*_rows("PAR1", "train.parquet")(folder), "--set", "data.prompts=train.parquet"], ("train.parquet",)
+    ),
+    "a group named all": (_rows(ROW.replace('"task": "copy"', '"task": "all"') * 6), ("row 1 has 'all'",)),
+    # command lines
+    "no command": (_command(), ("COMMAND",)),
+    "an unknown command": (_command("distil", "mini.yaml"), ("'distil'", "distill")),
+    "an unknown flag": (_command("distill", "mini.yaml", "--setz", "a=1"), ("--setz",)),
+    "a flag without its value": (_command("generate", "teacher", "--prompt"), ("--prompt", "expected one argument")),
+    "text for a flag's number": (_command("generate", "teacher", "--prompt", "copy:a", "--steps", "x"), ("--steps", "'x'")),
+    "NaN as a temperature": (_command("generate", "teacher", "--prompt", "copy:a", "--temperature", "nan"), ("temperature is nan",)),
+    "a negative seed": (_command("generate", "teacher", "--prompt", "copy:a", "--seed", "-1"), ("seed is -1",)),
+    "an unknown dtype": (_command("generate", "teacher", "--prompt", "copy:a", "--dtype", "int8"), ("dtype is 'int8'", "float32")),
+    "an unknown card": (_command("roofline", "teacher", "--hardware", "Z9"), ("Z9", "H100")),
+    "a file as --out": (
+        lambda folder: (folder / "file").write_text("x") and ["distill", "mini.yaml", "--out", "file"], ("file",)
+    ),
+    "a push of what is no model": (_command("push", "teacher/config.json", "--repo-id", "a/b"), ("teacher/config.json",)),
+    "a repository's name": (_command("push", "teacher", "--repo-id", "a b"), ("--repo-id is 'a b'", "user/name")),
+    "nothing to verify": (_command("verify", "nowhere"), ("nowhere",)),
+    "an import of what is not there": (_command("import", "tad", "nothing.jsonl", "dst", "--model", "teacher"), ("nothing.jsonl",)),
+    "a conversion of nothing": (_command("convert", "nothing", "dst", "--to", "native"), ("nothing",)),
+}  # fmt: skip
+
+
+def bad(world: World, out: Path, name: str) -> str:
+    """Status 2, one sentence that names value and allowed set, no traceback, nothing written; with --debug the traceback too."""
+    prepare, named = BAD[name]
+    shutil.copytree(world.recipe.parent, out)
+    arguments = prepare(out)
+    before = contents(out)
+    ended = world.server.run(*arguments, folder=out)
+    if wrong := ended.refused(*named):
+        return wrong
+    if contents(out) != before:
+        return f"it wrote {sorted(set(contents(out)) ^ set(before))}"
+    if (out / "out").exists():
+        return "it made the folder out"
+    return ""
+
+
+for _name in BAD:
+    CASES[f"input / {_name}"] = lambda world, out, name=_name: bad(world, out, name)
+
+
+def debug(world: World, out: Path) -> str:
+    """--debug shows the traceback above the line."""
+    ended = world.server.run("--debug", "distill", "nowhere.yaml")
+    if ended.status != 2 or "Traceback" not in ended.err or not ended.lines[-1].startswith("cdlm: error: no recipe"):
+        return f"status {ended.status}: {ended.err[-400:]}"
+    return ""
+
+
+CASES["input / --debug"] = debug
+
+
+# ---- hostile input ---------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """A pickle that leaves a file when it is loaded."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def _bomb(path: Path, mark: Path) -> None:
+    """A torch file with a pickle that runs code."""
+    import torch
+
+    torch.save({"state": Bomb(mark)}, path)
+
+
+def _checkpointed(world: World, out: Path) -> Path:
+    """A run that was killed behind its first checkpoint; the checkpoint."""
+    world.start(out, "c")
+    world.distill(out, fault={"function": "cdlm.trainer:CDLMTrainer.compute_loss", "number": 2, "when": "before", "signal": "SIGKILL"})
+    return out / "checkpoints" / "checkpoint-1"
+
+
+def pickled_state(world: World, out: Path, name: str) -> str:
+    """A checkpoint of somebody else, with checksums that fit: what is more than tensors is not read."""
+    from cdlm import files
+
+    place, mark = _checkpointed(world, out), out.parent / "mark"
+    _bomb(place / name, mark)
+    if name.startswith(("pytorch_model", "adapter_model")):
+        (place / "model.safetensors").unlink()
+    files.seal(place)
+    ended = world.distill(out)
+    return "the pickle was run" if mark.exists() else ended.refused("checkpoint-1")
+
+
+def pickled_weights(world: World, out: Path) -> str:
+    """A model with weights in a pickle alone is refused."""
+    shutil.copytree(world.recipe.parent, out)
+    mark = out.parent / "mark"
+    (out / "teacher" / "model.safetensors").unlink()
+    _bomb(out / "teacher" / "pytorch_model.bin", mark)
+    for command in (["distill", "mini.yaml", "--out", "out"], ["generate", "teacher", "--prompt", "copy:ab"]):
+        if wrong := world.server.run(*command, folder=out).refused("pytorch_model.bin is a pickle"):
+            return wrong
+    return "the pickle was run" if mark.exists() else ""
+
+
+def remote_code(world: World, out: Path) -> str:
+    """Code in a model's folder is not run, whatever its config.json names."""
+    shutil.copytree(world.recipe.parent, out)
+    mark, teacher = out.parent / "mark", out / "teacher"
+    for name in ("modeling_evil", "configuration_evil", "tokenization_evil"):
+        (teacher / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
+    edit_json(teacher / "config.json", auto_map={
+        "AutoConfig": "configuration_evil.Evil", "AutoModel": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil",
+    })  # fmt: skip
+    edit_json(teacher / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", "tokenization_evil.Evil"]})
+    for command in (["generate", "teacher", "--prompt", "copy:ab"], ["inspect", "teacher"], ["distill", "mini.yaml", "--dry-run"]):
+        ended = world.server.run(*command, folder=out)
+        if mark.exists() or ended.status not in (0, 2):
+            return f"{command}: code ran: {mark.exists()}, status {ended.status}: {ended.err[-300:]}"
+    return ""
+
+
+def foreign_kernels(world: World, out: Path) -> str:
+    """A config.json that asks for kernels of the Hub gets none."""
+    shutil.copytree(world.recipe.parent, out)
+    for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_experts_implementation"):
+        edit_json(out / "teacher" / "config.json", **{key: "someone/evil-kernel"})
+        ended = world.server.run("generate", "teacher", "--prompt", "copy:ab", "--max-new-tokens", "4", folder=out)
+        if "kernel" in ended.err and ended.status == 0:
+            return f"{key}: {ended.err[-400:]}"
+        if ended.status not in (0, 2) or (ended.status == 2 and len(ended.lines) != 1):
+            return f"{key}: status {ended.status}: {ended.err[-400:]}"
+        edit_json(out / "teacher" / "config.json", **{key: ...})
+    return ""
+
+
+def outside(world: World, out: Path, file: str, old: str, new: str) -> str:
+    """A path in a manifest that leaves the folder is refused."""
+    from cdlm import files
+
+    shutil.copytree(world.whole, out)
+    shutil.rmtree(out / "student")
+    text = (out / file).read_text()
+    assert old in text
+    (out / file).write_text(text.replace(old, new))
+    if not file.endswith(("SHA256SUMS", ".sha256")):
+        files.seal(out / "trajectories")
+    changes = ["--set", "collect=null", "--set", f"trajectories={out / 'trajectories'}"]
+    ended = world.server.run("train", world.recipe, "--out", out / "other", *small(), *changes)
+    return ended.refused(new.strip())
+
+
+EVIL = "<img src=x onerror=alert(1)>|[a](javascript:alert(1))`**"
+
+
+def escaped(world: World, out: Path) -> str:
+    """Names and texts of data and model are text in report and card, not HTML or Markdown."""
+    shutil.copytree(world.recipe.parent, out)
+    rows = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
+    (out / "test.jsonl").write_text("".join(json.dumps(row | {"task": f"{EVIL}\x1b[31m {row['task']}"}) + "\n" for row in rows))
+    run = world.start(out / "out", "ct")
+    ended = world.server.run("distill", out / "mini.yaml", "--out", run, *small("evaluate.num_prompts=2"))
+    if ended.status:
+        return f"status {ended.status}: {ended.lines}"
+    if "\x1b[31m" in ended.out:
+        return "the task's control characters reach the terminal"
+    for name in ("report.html", "report.md", "export/README.md"):
+        body = (run / name).read_text().split("\n---\n")[-1]  # the card's front matter is YAML, which a reader does not render
+        if "<img src=x" in body or "[a](javascript" in body.replace("<code>", ""):
+            return f"{name} holds the tag or the link"
+    if any(line.count("|") != 0 for line in (run / "report.md").read_text().splitlines() if line.startswith("## ")):
+        return "report.md holds a table's edge in a heading"
+    return "" if "&lt;img src=x" in (run / "report.html").read_text() else "the name is not in report.html"
+
+
+def _speak(folder: Path, text: str) -> None:
+    """Let the tokenizer write `text` for every letter and digit, as a hostile one would."""
+    file = folder / "tokenizer.json"
+    found = json.loads(file.read_text())
+    vocabulary = found["model"]["vocab"]
+    found["model"]["vocab"] = {
+        (f"{text}{i}" if len(token) == 1 and token.isalnum() and token not in "copy" else token): i for token, i in vocabulary.items()
+    }
+    file.write_text(json.dumps(found))
+
+
+def control_characters(world: World, out: Path) -> str:
+    """A model that writes escape sequences moves no cursor through --trace and progress."""
+    shutil.copytree(world.recipe.parent, out)
+    _speak(out / "teacher", "\x1b]0;owned\x07\x9b2J\u202e")
+    ended = world.server.run("generate", "teacher", "--prompt", "copy:", "--max-new-tokens", "8", "--trace", folder=out)
+    if ended.status:
+        return f"status {ended.status}: {ended.lines}"
+    bad = [c for c in "\x1b\x07\x9b\u202e" if c in ended.err]
+    if bad or "\\x1b" not in ended.err:
+        return f"on stderr: {bad}; {ended.err[-200:]!r}"
+    return ""
+
+
+SECRET = "hf_" + "Qw7" * 12
+
+
+def secrets(world: World, out: Path) -> str:
+    """No token of the environment is in what is printed or written, also when a bad command names it."""
+    shutil.copytree(world.recipe.parent, out)
+    known = {"HF_TOKEN": SECRET, "OPENAI_API_KEY": "plain-looking-secret-value"}
+    said = [
+        world.server.run("distill", "mini.yaml", "--out", "out", *small(), folder=out, **known),
+        world.server.run("--debug", "distill", f"{SECRET}.yaml", folder=out, **known),
+        world.server.run("distill", "mini.yaml", "--out", "out", *small(f"data.prompts={known['OPENAI_API_KEY']}"), folder=out, **known),
+    ]
+    if said[1].status != 2 or said[2].status != 2:
+        return f"{said[1].lines} {said[2].lines}"
+    for value in known.values():
+        if any(value in text for ended in said for text in (ended.out, ended.err)):
+            return "a secret is printed"
+    held = [name for name, content in contents(out / "out").items() if any(value.encode() in content for value in known.values())]
+    return f"a secret is in {held}" if held else ""
+
+
+for _name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"):
+    CASES[f"hostile / a pickle as {_name} of a checkpoint"] = lambda world, out, name=_name: pickled_state(world, out, name)
+CASES["hostile / a pickle as weights"] = pickled_weights
+CASES["hostile / code in a model's folder"] = remote_code
+CASES["hostile / kernels that config.json names"] = foreign_kernels
+for _name, _values in {
+    "a manifest": ("trajectories/manifest.json", '"shard-00000"', '"../../shard-00000"'),
+    "checksums": ("trajectories/SHA256SUMS", "  manifest.json", "  ../../manifest.json"),
+    "checksums, absolute": ("trajectories/SHA256SUMS", "  manifest.json", "  /etc/passwd"),
+}.items():
+    CASES[f"hostile / a path outside in {_name}"] = lambda world, out, values=_values: outside(world, out, *values)
+CASES["hostile / names that are HTML and Markdown"] = escaped
+CASES["hostile / a model that writes control characters"] = control_characters
+CASES["hostile / secrets of the environment"] = secrets
+
+
+# ---- the same again --------------------------------------------------------------------------------------------------
+
+
+def repeated(world: World, out: Path) -> str:
+    """The same recipe again, from nothing: trajectories, student and table, bit for bit."""
+    ended = world.distill(out)
+    return f"{ended.lines}" if ended.status else same_run(out, world.whole)
+
+
+CASES["determinism / the same recipe twice"] = repeated
+
+
+def groups() -> list[str]:
+    return list(dict.fromkeys(name.split(" / ")[0] for name in CASES))
+
+
+@contextlib.contextmanager
+def fresh(folder: Path) -> Iterator[Path]:
+    """A place for one case, gone behind it."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        yield place / "run"
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def main(wanted: list[str]) -> int:
+    sys.path.insert(0, str(ROOT))
+    unknown = [name for name in wanted if name not in groups()]
+    if unknown:
+        print(f"no group {unknown[0]!r}; there are {', '.join(groups())}", file=sys.stderr)
+        return 2
+    failed = 0
+    with tempfile.TemporaryDirectory() as place:
+        world = World.make(Path(place))
+        for name, case in CASES.items():
+            if wanted and name.split(" / ")[0] not in wanted:
+                continue
+            with fresh(Path(place)) as out:
+                try:
+                    seen = case(world, out)
+                except Exception:
+                    seen = traceback.format_exc(limit=-2).replace("\n", " | ")
+            failed += bool(seen) and seen != NOT_RUN
+            print(f"{name}: {seen if seen == NOT_RUN else 'FAILED, ' + seen if seen else 'ok'}", flush=True)
+        world.server.close()
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        sys.exit(main(sys.argv[1:]))

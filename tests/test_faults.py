@@ -1,0 +1,42 @@
+"""A part of the campaign of faults (faults.py runs all of it), chosen so that each kind of fault is there once; and fuzzing."""
+
+import faults
+import pytest
+from faults import CASES, NOT_RUN, World
+
+QUICK = [
+    "kill / SIGKILL / collect: in the middle of a shard's table",
+    "kill / SIGTERM / train: in the middle of a checkpoint's optimizer",
+    "kill / SIGKILL / train: between a checkpoint and its checksums",
+    "kill / SIGKILL / export: before the folder is put in place",
+    "damage / flip / trajectories/shard-00001.safetensors",
+    "damage / flip / student/model.safetensors",
+    "damage / truncate / samples.jsonl",
+    "damage / flip / export/config.json",
+    "damage / truncate / checkpoint optimizer.pt",
+    "damage / no checksums / trajectories",
+    "lock / a second run",
+    "disk / a limit, in a checkpoint",
+    "disk / disk full at the report",
+    "hostile / a pickle as optimizer.pt of a checkpoint",
+    "hostile / a pickle as pytorch_model.bin of a checkpoint",
+    "hostile / code in a model's folder",
+    "hostile / a path outside in checksums",
+    "hostile / names that are HTML and Markdown",
+    "hostile / a model that writes control characters",
+    "input / --debug",
+    *[f"input / {name}" for name in faults.BAD if name in faults.IN_TEST],
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    made = World.make(tmp_path_factory.mktemp("faults"))
+    yield made
+    made.server.close()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_case_of_the_campaign(world, tmp_path, name):
+    seen = CASES[name](world, tmp_path / "run")
+    assert seen in ("", NOT_RUN)
