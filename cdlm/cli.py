@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--tokens-per-step", type=int, help="reveal so many slots a step, instead of a threshold")
     generate.add_argument("--steps", type=int, help="spend so many steps on the whole budget, instead of a threshold")
     generate.add_argument("--steps-per-block", type=int, help="spend so many steps on a block; with a threshold, at most so many")
-    generate.add_argument("--order", default="confidence", help="slots revealed first: confidence, entropy, margin or sequential")
+    generate.add_argument("--order", help="slots revealed first: confidence (default), entropy, margin or sequential")
+    generate.add_argument("--max-denoising-steps", type=int, help="most steps of a block, where every step decides every slot")
+    generate.add_argument("--entropy-bound", type=float, help="a step's slots have entropies that add up to no more (with --order entropy)")
     generate.add_argument("--top-k", type=int, help="choose among the k most probable tokens")
     generate.add_argument("--top-p", type=float, help="choose among the fewest tokens whose probabilities add up to p")
     generate.add_argument("--attention", choices=("block_causal", "full"), help="default: block_causal if the model states a block length")
@@ -478,25 +480,27 @@ def _generate(args: argparse.Namespace) -> int:
         model, config, attention=args.attention, max_new_tokens=args.max_new_tokens, block_length=args.block_length,
         confidence_threshold=args.confidence_threshold, tokens_per_step=args.tokens_per_step, steps=args.steps,
         steps_per_block=args.steps_per_block, order=args.order, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+        max_denoising_steps=args.max_denoising_steps, entropy_bound=args.entropy_bound,
     )
     budget = decoding.max_new_tokens
     ids = data.prompt_ids(tokenizer, args.prompt, chat_template=tokenizer.chat_template is not None and not args.raw)
-    room = getattr(model.hf.config, "max_position_embeddings", None)
-    longest = len(ids) + slots(model.facts.block_origin, budget, decoding.block_length)
+    room = getattr(model.text_config, "max_position_embeddings", None)
+    longest = len(ids) + slots(model.facts, budget, decoding.block_length)
     if room is not None and longest > room:
         raise ValueError(f"the prompt's {len(ids)} tokens and a budget of {budget} are {longest} positions; the model has {room}")
     prompt = torch.tensor([ids], device=model.device)
-    seeds = [args.seed] if args.temperature > 0 else None
+    seeds = [args.seed] if decoding.draws else None
     if args.trace:
         from cdlm.trace import Trace
 
-        with Trace(tokenizer, decoding, model.facts.mask_token_id, eos_token_ids=model.facts.eos_token_ids) as trace:
+        with Trace(tokenizer, decoding, eos_token_ids=model.facts.eos_token_ids) as trace:
             out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), decoding, callback=trace, seeds=seeds)
     else:
         out = decode(model, prompt, torch.ones_like(prompt, dtype=torch.bool), decoding, seeds=seeds)
     print(tokenizer.decode(out.answer(0, model.facts.eos_token_ids)))
+    commits = f"and {out.commit_forwards[0]} commit forwards" if model.commits_apart else f"{out.commit_forwards[0]} of them with a commit"
     print(
-        f"{out.steps[0]} steps, {out.commit_forwards[0]} of them with a commit, {out.output_tokens[0]} tokens, "
+        f"{out.steps[0]} steps{'' if model.commits_apart else ','} {commits}, {out.output_tokens[0]} tokens, "
         f"{out.tokens_per_forward[0]:.2f} tokens a forward, stopped at {out.stop[0]}",
         file=sys.stderr,
     )

@@ -1,13 +1,15 @@
 """In what order forwards and reveals happen. Knows blocks, rules and rows; knows no checkpoint family.
 
-One loop serves every decoding of a masked diffusion LM: block after block, refine the active block until it has no open
-slot. What differs is where the block's rows come from (`_WholeSequence`: a forward over everything, for the full mask
-and for checking; `_CachedBlocks`: a forward over the block against a cache) and which slots are revealed (`unmask.py`).
+One loop serves every decoding of a diffusion LM: block after block, refine the active block until it is done. What differs is where the
+block's rows come from (`_WholeSequence`: a forward over everything, for the full mask and for checking; `_CachedBlocks`: a forward over
+the block against a cache) and what a step does to the block, which a *sampler* says. `_Reveal` is for noise that is marked: open slots
+are revealed (`unmask.py`) and stay, and a block is done when none is open. `_Redecide` is for noise that is not: every step decides every
+slot, accepts some and makes noise of the others, and a block is done when it has settled, or when its steps are used up.
 
 Counting. A *step* is a forward that refines a block. A *commit forward* is a forward that writes clean tokens, a prompt or a
-finished block, into the cache. With the cache both are one forward: the finished block is committed by the forward that
-takes the first step in the next block (2B query tokens under the block-causal mask), the prompt by the very first one.
-So `forwards` is not steps + commits; all three are counted per row and reported apart.
+finished block, into the cache. With the cache both are one forward where the model allows it: the finished block is committed by the
+forward that takes the first step in the next block (2B query tokens under the block-causal mask), the prompt by the very first one.
+So `forwards` is not steps + commits there; it is where a model commits apart. All three are counted per row and reported apart.
 
 Shapes: B rows, A rows still decoding, P prompt tokens, N new tokens, M filled slots, G tokens of all blocks, S slots of the active block,
 V vocabulary, D width.
@@ -16,18 +18,20 @@ V vocabulary, D width.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cdlm import unmask
-from cdlm.families.base import DiffusionLM
+from cdlm.families.base import DiffusionLM, Facts, Seen
+from cdlm.noise import Draws
 
 ORDERS = ("confidence", "entropy", "margin", "sequential")
 SCHEDULES = ("even", "timesteps")
 APPROXIMATE = ("prefix", "dual", "interval")
 WAYS = ("confidence_threshold", "factor", "entropy_bound", "tokens_per_step", "steps", "steps_per_block")
+REDECIDING = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "entropy_threshold")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,14 @@ class DecodeConfig:
         the probability of the chosen token under softmax(logits) either way.
     top_k, top_p: only the k most probable tokens, or the fewest whose probabilities add up to p, can be chosen; probabilities (and
         with them confidences, also of greedy decoding) are over those.
+
+    For models whose noise is not marked, which decide every slot at every step (with entropy_bound and order "entropy"; all five or none):
+
+    max_denoising_steps: the most steps that a block takes.
+    t_min, t_max: the temperature falls from t_max towards t_min; see `unmask.temperature`. It is in place of `temperature`.
+    stability_threshold, entropy_threshold: a block is done before its last step when its most probable tokens are those of the last
+        stability_threshold steps and the mean entropy of its slots is below entropy_threshold (nats, at the step's temperature); see
+        `unmask.Settled`. transformers calls the latter confidence_threshold.
     """
 
     max_new_tokens: int
@@ -81,6 +93,11 @@ class DecodeConfig:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    max_denoising_steps: int | None = None
+    t_min: float | None = None
+    t_max: float | None = None
+    stability_threshold: int | None = None
+    entropy_threshold: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "block_length"):
@@ -127,7 +144,43 @@ class DecodeConfig:
             raise ValueError(f"top_p is {self.top_p}; it is a probability above 0 and at most 1")
         if self.use_cache and not self.block_causal:
             raise ValueError("use_cache needs block_causal: under full attention a cached key changes with every token revealed")
+        self._check_redeciding()
         self.rule(0, self.block_length)
+
+    def _check_redeciding(self) -> None:
+        given = [name for name in REDECIDING if getattr(self, name) is not None]
+        if not given:
+            return
+        if len(given) < len(REDECIDING) or self.entropy_bound is None:
+            lacking = [name for name in (*REDECIDING, "entropy_bound") if getattr(self, name) is None]
+            raise ValueError(f"{', '.join(given)}: deciding every slot at every step also needs {', '.join(lacking)}")
+        assert self.max_denoising_steps is not None and self.t_min is not None and self.t_max is not None
+        assert self.stability_threshold is not None and self.entropy_threshold is not None
+        if not 1 <= self.max_denoising_steps < 2**31:
+            raise ValueError(f"max_denoising_steps is {self.max_denoising_steps}; it must be at least 1 (and below 2**31)")
+        if not (0 <= self.t_min <= self.t_max < float("inf") and self.t_max > 0):
+            raise ValueError(f"t_min is {self.t_min} and t_max {self.t_max}; 0 <= t_min <= t_max, finite, and t_max above 0")
+        if self.stability_threshold < 0:
+            raise ValueError(f"stability_threshold is {self.stability_threshold}; it is a number of steps, 0 or more")
+        if not 0 < self.entropy_threshold < float("inf"):
+            raise ValueError(f"entropy_threshold is {self.entropy_threshold}; it must be above 0 and finite")
+        wrong = {"temperature": self.temperature > 0, "top_k": self.top_k is not None, "top_p": self.top_p is not None,
+                 "use_cache": not self.use_cache}  # fmt: skip
+        for name in (name for name, there in wrong.items() if there):
+            raise ValueError(
+                f"{name} is {getattr(self, name)}; with max_denoising_steps tokens are drawn at t_max to t_min from all of the vocabulary, "
+                "against the cache"
+            )
+
+    @property
+    def redecides(self) -> bool:
+        """Whether every step decides every slot."""
+        return self.max_denoising_steps is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, so that answers depend on seeds."""
+        return self.redecides or self.temperature > 0
 
     @property
     def blocks(self) -> int:
@@ -160,11 +213,13 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """What a callback sees after every step. Rows are those that had an open slot.
+    """What a callback sees after every step. Rows are those whose block was not done.
 
     first_slot_A: the answer slot at which the block begins; below 0 where the tail of a prompt shares the block.
-    hidden_ASD: aligned final-norm rows that produced the logits. reveal_AS: the slots revealed by this step.
-    token_AS, confidence_AS: chosen token and its probability, for every slot. ids_AS: the block after the step.
+    hidden_ASD: aligned final-norm rows that produced the logits. reveal_AS: the slots revealed (or accepted) by this step.
+    token_AS, confidence_AS: chosen token and its probability, for every slot. before_AS, ids_AS: the block before and after the step.
+    output_AS: the block as it would be if it were done now, which is what its end takes; ids_AS where slots once revealed stay.
+    seen: what the next step is told by self-conditioning; None where there is none.
     """
 
     block: int
@@ -175,7 +230,10 @@ class Step:
     token_AS: Tensor
     confidence_AS: Tensor
     reveal_AS: Tensor
+    before_AS: Tensor
     ids_AS: Tensor
+    output_AS: Tensor
+    seen: Seen | None
 
 
 Callback = Callable[[Step], None]
@@ -187,8 +245,8 @@ class Decoded:
     """Answers of a batch, with what they cost, per row.
 
     ids_BN: new tokens; what follows a row's first end-of-sequence token is padding.
-    filled_BM: every slot as it was filled, also those behind the end token; the mask token where decoding had stopped. M is N, or
-        N + block_length - 1 where blocks start at position 0: the last block is filled whole there, and cut to the budget.
+    filled_BM: every slot as it was filled, also those behind the end token; the mask token (or padding, where there is none) where
+        decoding had stopped. M: see `slots`; where blocks are whole the last one is filled whole, and ids_BN cut to the budget.
     output_tokens: tokens up to and with the first end-of-sequence token.
     decoded_tokens: slots that were filled, those behind the end-of-sequence token included.
     stop: "eos", "length" (the budget is used up), or "ends" (before that, as the caller's `ends` said).
@@ -214,9 +272,12 @@ class Decoded:
         return [tokens / forwards for tokens, forwards in zip(self.output_tokens, self.forwards, strict=True)]
 
 
-def slots(block_origin: str, max_new_tokens: int, block_length: int) -> int:
-    """M: most answer slots that a decoding fills (see `Decoded.filled_BM`)."""
-    return max_new_tokens if block_origin == "prompt_end" else max_new_tokens + block_length - 1
+def slots(facts: Facts, max_new_tokens: int, block_length: int) -> int:
+    """M: most answer slots that a decoding fills (see `Decoded.filled_BM`): the budget, or up to the end of the block that it ends in
+    where blocks are whole; those that start at position 0 may begin inside a prompt."""
+    if facts.block_origin == "zero":
+        return max_new_tokens + block_length - 1
+    return -(-max_new_tokens // block_length) * block_length if facts.whole_blocks else max_new_tokens
 
 
 @dataclass
@@ -234,16 +295,17 @@ class _Canvas:
     end_B: Tensor
 
     @staticmethod
-    def of(prompt_BP: Tensor, valid_BP: Tensor, config: DecodeConfig, origin: str, mask_token_id: int) -> "_Canvas":
+    def of(prompt_BP: Tensor, valid_BP: Tensor, config: DecodeConfig, facts: Facts) -> "_Canvas":
         batch, width, budget, block = *prompt_BP.shape, config.max_new_tokens, config.block_length
-        if origin == "prompt_end":
-            ids_BG = prompt_BP.new_full((batch, budget), mask_token_id)
+        if facts.block_origin == "prompt_end":
+            length = slots(facts, budget, block)
+            ids_BG = prompt_BP.new_full((batch, length), facts.unfilled_id)
             nothing = torch.zeros(batch, dtype=torch.long, device=prompt_BP.device)
-            return _Canvas(prompt_BP, valid_BP, ids_BG, nothing, nothing + budget)
+            return _Canvas(prompt_BP, valid_BP, ids_BG, nothing, nothing + length)
         length_B = valid_BP.sum(dim=1)
         tail_B = length_B % block
         end_B = (tail_B + budget + block - 1) // block * block
-        ids_BG = prompt_BP.new_full((batch, int(end_B.max())), mask_token_id)
+        ids_BG = prompt_BP.new_full((batch, int(end_B.max())), facts.unfilled_id)
         keep = int((length_B - tail_B).max())
         prefix_BP, prefix_valid_BP = torch.zeros_like(prompt_BP[:, :keep]), torch.zeros_like(valid_BP[:, :keep])
         for row, (tail, length) in enumerate(zip(tail_B.tolist(), length_B.tolist(), strict=True)):
@@ -259,7 +321,7 @@ class _Rows(Protocol):
 
     def __init__(self, model: DiffusionLM, canvas: _Canvas, prompt_length_B: Tensor, config: DecodeConfig): ...
     def start(self, block_AS: Tensor, first: int, rows: Tensor) -> bool: ...
-    def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor: ...
+    def hidden(self, block_AS: Tensor, rows: Tensor, seen: Seen | None) -> Tensor: ...
     def finish(self, block_AS: Tensor, rows: Tensor) -> None: ...
 
 
@@ -278,7 +340,7 @@ class _WholeSequence:
         self.first = self.prefix + first
         return False
 
-    def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor:
+    def hidden(self, block_AS: Tensor, rows: Tensor, seen: Seen | None) -> Tensor:
         window = slice(self.first, self.first + block_AS.shape[1])
         self.ids[rows, window] = block_AS
         hidden = self.model.sequence_hidden(
@@ -318,7 +380,7 @@ class _ApproximateCache(_WholeSequence):
             return slice(0, length)
         return block if config.approximate_cache == "dual" else slice(block.start, length)
 
-    def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor:
+    def hidden(self, block_AS: Tensor, rows: Tensor, seen: Seen | None) -> Tensor:
         block = slice(self.first, self.first + block_AS.shape[1])
         self.ids[rows, block] = block_AS
         if rows.shape[0] < self.cached_rows.shape[0]:
@@ -355,8 +417,8 @@ class _CachedBlocks:
         self.pending = (self.pending[0][kept], self.pending[1][kept])
         self.cached_rows = self.cached_rows[kept]
 
-    def hidden(self, block_AS: Tensor, rows: Tensor) -> Tensor:
-        hidden = self.model.denoise(block_AS, self.cache, self.config.block_length, commit=self.pending)
+    def hidden(self, block_AS: Tensor, rows: Tensor, seen: Seen | None) -> Tensor:
+        hidden = self.model.denoise(block_AS, self.cache, self.config.block_length, commit=self.pending, seen=seen)
         self.pending = None
         return hidden
 
@@ -424,6 +486,136 @@ def score(order: str, confidence_AS: Tensor, probability_ASV: Tensor) -> Tensor:
     return -torch.arange(confidence_AS.shape[1], device=confidence_AS.device, dtype=torch.float32).expand_as(confidence_AS)
 
 
+@dataclass
+class _Taken:
+    """What a step chose, over the rows that it computed."""
+
+    token_AS: Tensor
+    confidence_AS: Tensor
+    reveal_AS: Tensor
+
+
+class _Sampler(Protocol):
+    """What a step does to the active block. A sampler serves one block, of rows A.
+
+    ids_AS: what the next forward sees. output_AS: what the block is when it is done. seen: what the next forward is told besides.
+    left_A: above 0 while a row is not done. together: whether rows draw together, so that those that stopped must go along.
+    """
+
+    together: bool
+    ids_AS: Tensor
+    output_AS: Tensor
+    left_A: Tensor
+    seen: Seen | None
+
+    def __init__(
+        self, model: DiffusionLM, config: DecodeConfig, rule: unmask.Rule, draws: Draws, rows: list[int], block: int, ids_AS: Tensor,
+        answer_AS: Tensor,
+    ): ...
+
+    def step(self, logits_ASV: Tensor, step: int, place: slice | Tensor, still: list[int]) -> _Taken:
+        """place: the rows that the logits are of. still: those of the block that are not done."""
+
+
+class _Reveal:
+    """Open slots are revealed and stay. A block is done when none is open."""
+
+    together, seen = False, None
+
+    def __init__(
+        self, model: DiffusionLM, config: DecodeConfig, rule: unmask.Rule, draws: Draws, rows: list[int], block: int, ids_AS: Tensor,
+        answer_AS: Tensor,
+    ):
+        self.mask_token_id, self.config, self.rule = model.facts.mask_id, config, rule
+        self.rows, self.generators = rows, draws.generators
+        self.ids_AS, self.answer_AS, self.open_AS = ids_AS, answer_AS, answer_AS.clone()
+
+    @property
+    def output_AS(self) -> Tensor:
+        return self.ids_AS
+
+    @property
+    def left_A(self) -> Tensor:
+        return self.open_AS.sum(dim=1)
+
+    def step(self, logits_ASV: Tensor, step: int, place: slice | Tensor, still: list[int]) -> _Taken:
+        config, drawing = self.config, None
+        if self.generators is not None:
+            computed = range(len(self.rows)) if isinstance(place, slice) else still
+            drawing = [self.generators[self.rows[i]] if i in still else None for i in computed]
+        if config.top_k is not None or config.top_p is not None:
+            logits_ASV = likely(without(logits_ASV, self.mask_token_id), config.top_k, config.top_p, config.temperature or 1.0)
+        token_AS, confidence_AS, probability_ASV = choose(logits_ASV, self.mask_token_id, config.temperature, drawing)
+        reveal_AS = self.rule(score(config.order, confidence_AS, probability_ASV), self.open_AS[place], step) & self.answer_AS[place]
+        ids_AS, open_AS = self.ids_AS.clone(), self.open_AS.clone()
+        ids_AS[place] = torch.where(reveal_AS, token_AS, ids_AS[place])
+        open_AS[place] &= ~reveal_AS
+        self.ids_AS, self.open_AS = ids_AS, open_AS
+        return _Taken(token_AS, confidence_AS, reveal_AS)
+
+
+class _Redecide:
+    """Every step draws a token for every slot; accepted ones are put in, all others become noise, and the most probable tokens of the
+    last step are the block's output. (DiffusionGemma, in the order in which transformers' `generate` draws.)
+
+    Rows that draw together go on drawing when they are done; their block stays as it is.
+    """
+
+    def __init__(
+        self, model: DiffusionLM, config: DecodeConfig, rule: unmask.Rule, draws: Draws, rows: list[int], block: int, ids_AS: Tensor,
+        answer_AS: Tensor,
+    ):
+        assert config.stability_threshold is not None and config.entropy_threshold is not None
+        self.config, self.rule, self.draws, self.rows, self.block, self.together = config, rule, draws, rows, block, draws.together
+        self.noise, self.dtype, self.count = model.noise, model.hf.get_input_embeddings().weight.dtype, ids_AS.shape[1]
+        self.ids_AS = self.output_AS = self.noise.blank(self.count, draws, rows)
+        self.settled = unmask.Settled(config.stability_threshold, config.entropy_threshold)
+        self.left_A = torch.ones(len(rows), dtype=torch.long, device=ids_AS.device)
+        self.seen: Seen | None = None
+
+    def step(self, logits_ASV: Tensor, step: int, place: slice | Tensor, still: list[int]) -> _Taken:
+        steps, t_min, t_max = self.config.max_denoising_steps, self.config.t_min, self.config.t_max
+        assert steps is not None and t_min is not None and t_max is not None
+        logits_ASV = logits_ASV.float() / unmask.temperature(step, steps, t_min, t_max).to(logits_ASV.device)
+        probability_ASV = logits_ASV.softmax(dim=-1)
+        if not math.isfinite(float(probability_ASV.sum())):
+            raise FloatingPointError(f"a logit is not finite in block {self.block}, step {step}: the model or its input is broken")
+        drawing = list(range(len(self.rows))) if self.together else still
+        token_AS, noise_AS = self.ids_AS.clone(), self.ids_AS.clone()
+        token_AS[drawing] = self.draws.choice(probability_ASV[drawing], [self.rows[i] for i in drawing])
+        best_AS = logits_ASV.argmax(dim=-1)
+        log_ASV = logits_ASV - logits_ASV.logsumexp(dim=-1, keepdim=True)
+        entropy_AS = -(log_ASV * log_ASV.softmax(dim=-1)).sum(dim=-1)
+        accept_AS = self.rule(-entropy_AS, torch.ones_like(token_AS, dtype=torch.bool), step)
+        noise_AS[drawing] = self.noise.blank(self.count, self.draws, [self.rows[i] for i in drawing])
+
+        done_A1 = (self.left_A == 0)[:, None]
+        self.ids_AS = torch.where(done_A1, self.ids_AS, unmask.renoise(token_AS, accept_AS, noise_AS))
+        self.output_AS = torch.where(done_A1, self.output_AS, best_AS)
+        if self.seen is not None and len(still) < len(self.rows):
+            logits_ASV = torch.where(done_A1[..., None], self.seen.logits_BSK, logits_ASV)
+        self.seen = Seen(logits_ASV.to(self.dtype))
+        done_A = done_A1[:, 0] | self.settled(self.output_AS, entropy_AS) | (step + 1 == steps)
+        self.left_A = (~done_A).long()
+        return _Taken(token_AS, probability_ASV.gather(-1, token_AS[..., None])[..., 0], accept_AS)
+
+
+def _check_noise(model: DiffusionLM, config: DecodeConfig) -> None:
+    """A ValueError where a config is not for a model's noise."""
+    if config.redecides and model.noise.marked:
+        raise ValueError(
+            f"max_denoising_steps is {config.max_denoising_steps}; this model's noise is a mask token, so slots are revealed once: give "
+            f"one of {', '.join(WAYS)}"
+        )
+    if not config.redecides and not model.noise.marked:
+        raise ValueError(
+            f"this model's noise has no mask token, so every step decides every slot: give entropy_bound, {', '.join(REDECIDING)} and "
+            "order 'entropy'"
+        )
+    if model.facts.whole_blocks and config.block_length != model.facts.block_length and not model.noise.marked:
+        raise ValueError(f"block_length is {config.block_length}; this model has blocks of {model.facts.block_length}, whole ones")
+
+
 @torch.no_grad()
 def decode(
     model: DiffusionLM,
@@ -441,7 +633,8 @@ def decode(
     prompt_BP, valid_BP: token ids and True for real tokens. Only positions behind the prompt are ever written, so a mask
         token typed into a prompt stays.
     callback: called with a `Step` after every step.
-    seeds: one a row, needed when temperature > 0.
+    seeds: one a row, needed when temperature > 0. A config that decides every slot anew also draws; without seeds all rows do so together
+        from torch's default generator, in the order of transformers' `generate`: rows that have stopped go along until all have.
     rule: a reveal rule in place of the config's. It may also name answer slots of the block that are filled already: they are written
         again. It gets the scores of `config.order`.
     ends: called after every block with a row and its answer so far, an end-of-sequence token and what follows it included. Where it says
@@ -471,13 +664,16 @@ def decode(
             "hold at least one token a row, and be padded on the left"
         )
     batch, device = prompt_BP.shape[0], prompt_BP.device
-    canvas = _Canvas.of(prompt_BP, valid_BP, config, facts.block_origin, facts.mask_token_id)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds] if seeds is not None else None
+    _check_noise(model, config)
+    canvas = _Canvas.of(prompt_BP, valid_BP, config, facts)
+    draws = Draws(batch, device, seeds)
     eos = torch.tensor(facts.eos_token_ids, device=device)
     steps, commits, decoded, tails = [0] * batch, [0] * batch, [0] * batch, canvas.tail_B.tolist()
     kind: type[_Rows] = _CachedBlocks if config.use_cache else _ApproximateCache if config.approximate_cache else _WholeSequence
     source: _Rows = kind(model, canvas, valid_BP.sum(dim=1), config)
+    sampling: type[_Sampler] = _Redecide if config.redecides else _Reveal
     row_A, length = torch.arange(batch, device=device), canvas.ids_BG.shape[1]
+    live = set(range(batch))  # rows that have not stopped; where rows draw together the others go along, and nothing of them is counted
     most_blocks = config.blocks + (facts.block_origin == "zero")
     ended_B = torch.zeros(batch, dtype=torch.bool, device=device)
     # Where a row's blocks begin, counted from where blocks of stop_length do.
@@ -486,47 +682,40 @@ def decode(
     for block, first in enumerate(range(0, length, config.block_length)):
         end = min(first + config.block_length, length)
         reveal = rule if rule is not None else config.rule(block, end - first, most_blocks)
-        block_AS = canvas.ids_BG[row_A, first:end]
-        open_AS = torch.arange(first, end, device=device) >= canvas.tail_B[row_A, None]
-        answer_AS = open_AS.clone()
-        commits_now = source.start(block_AS, first, row_A)
+        answer_AS = torch.arange(first, end, device=device) >= canvas.tail_B[row_A, None]
         rows = row_A.tolist()
-        still = list(range(len(rows)))  # places in row_A of the rows that have an open slot
-        for row in rows:
+        sampler = sampling(model, config, reveal, draws, rows, block, canvas.ids_BG[row_A, first:end], answer_AS)
+        commits_now = source.start(sampler.ids_AS, first, row_A)
+        still = list(range(len(rows)))  # places in row_A of the rows whose block is not done
+        for row in live:
             commits[row] += commits_now
             decoded[row] = end - tails[row]
         step = 0
         while still:
             # The cache holds all rows of the block, so finished ones go along; without it only open rows are computed.
             place = slice(None) if config.use_cache or len(still) == len(rows) else _places(still, device)
-            hidden_ASD = source.hidden(block_AS[place], row_A[place])
-            logits_ASV = model.head(hidden_ASD)
-            drawing = None
-            if generators is not None:
-                computed = range(len(rows)) if isinstance(place, slice) else still
-                drawing = [generators[rows[i]] if i in still else None for i in computed]
-            if config.top_k is not None or config.top_p is not None:
-                logits_ASV = likely(without(logits_ASV, facts.mask_token_id), config.top_k, config.top_p, config.temperature or 1.0)
-            token_AS, confidence_AS, probability_ASV = choose(logits_ASV, facts.mask_token_id, config.temperature, drawing)
-            reveal_AS = reveal(score(config.order, confidence_AS, probability_ASV), open_AS[place], step) & answer_AS[place]
-            block_AS[place] = torch.where(reveal_AS, token_AS, block_AS[place])
-            open_AS[place] &= ~reveal_AS
-            for i in still:
+            before_AS = sampler.ids_AS
+            hidden_ASD = source.hidden(before_AS[place], row_A[place], sampler.seen)
+            taken = sampler.step(model.head(hidden_ASD), step, place, still)
+            counted = [i for i in still if rows[i] in live]
+            for i in counted:
                 steps[rows[i]] += 1
-            if callback is not None:
-                seen = slice(None) if len(still) == hidden_ASD.shape[0] else _places(still, device)
-                where = place if len(still) == len(rows) else _places(still, device)
+            if callback is not None and counted:
+                computed = counted if isinstance(place, slice) else [still.index(i) for i in counted]
+                seen = slice(None) if len(counted) == hidden_ASD.shape[0] else _places(computed, device)
+                where = slice(None) if len(counted) == len(rows) else _places(counted, device)
                 callback(Step(
-                    block, step, first - canvas.tail_B[row_A[where]], row_A[where], hidden_ASD[seen], token_AS[seen], confidence_AS[seen],
-                    reveal_AS[seen], block_AS[where],
+                    block, step, first - canvas.tail_B[row_A[where]], row_A[where], hidden_ASD[seen], taken.token_AS[seen],
+                    taken.confidence_AS[seen], taken.reveal_AS[seen], before_AS[where], sampler.ids_AS[where], sampler.output_AS[where],
+                    _of(sampler.seen, where),
                 ))
-            # The one wait for the device in a step: how many slots are open, and is the sum of all probabilities a number?
-            *left, total = torch.cat([open_AS.sum(dim=1), confidence_AS.sum()[None]]).tolist()
+            # The one wait for the device in a step: how much is left to do, and is the sum of all probabilities a number?
+            *left, total = torch.cat([sampler.left_A, taken.confidence_AS.sum()[None]]).tolist()
             if not math.isfinite(total):
                 raise FloatingPointError(f"a logit is not finite in block {block}, step {step}: the model or its input is broken")
             still = [i for i, count in enumerate(left) if count]
             step += 1
-        source.finish(block_AS, row_A)
+        block_AS = sampler.output_AS
         canvas.ids_BG[row_A, first:end] = block_AS
         going_A = canvas.end_B[row_A] > end
         if config.stop_at_eos:
@@ -536,14 +725,35 @@ def decode(
             ended_B[row_A] |= torch.tensor(said, device=device)
         if config.stop_at_eos or ends is not None:
             going_A &= ~(ended_B[row_A] & ((start_B[row_A] + end) % (config.stop_length or config.block_length) == 0))
-        row_A = row_A[going_A]
-        if row_A.shape[0] == 0:
+        if sampler.together:
+            stopped_A1 = torch.tensor([row not in live for row in rows], device=device)[:, None]
+            closed_AS = torch.where(going_A[:, None], block_AS, _closed(block_AS, eos, facts.pad_token_id))
+            block_AS = torch.where(stopped_A1, facts.pad_token_id, closed_AS)
+            live &= {row for row, going in zip(rows, going_A.tolist(), strict=True) if going}
+            kept_A = torch.full_like(going_A, bool(live))
+        else:
+            live, kept_A = {row for row, going in zip(rows, going_A.tolist(), strict=True) if going}, going_A
+        source.finish(block_AS, row_A)
+        row_A = row_A[kept_A]
+        if not live:
             break
 
-    filled_BM = prompt_BP.new_full((batch, slots(facts.block_origin, config.max_new_tokens, config.block_length)), facts.mask_token_id)
+    filled_BM = prompt_BP.new_full((batch, slots(facts, config.max_new_tokens, config.block_length)), facts.unfilled_id)
     for row, tail in enumerate(tails):
         filled_BM[row, : decoded[row]] = canvas.ids_BG[row, tail : tail + decoded[row]]
-    return _trim(filled_BM, steps, commits, decoded, facts.eos_token_ids, facts.pad_token_id, facts.mask_token_id, config.max_new_tokens)
+    forwards = [s + c for s, c in zip(steps, commits, strict=True)] if model.commits_apart else list(steps)
+    return _trim(filled_BM, steps, commits, forwards, decoded, facts, config.max_new_tokens)
+
+
+def _of(seen: Seen | None, where: slice | Tensor) -> Seen | None:
+    """What some of the rows are told."""
+    return None if seen is None else Seen(seen.logits_BSK[where])
+
+
+def _closed(block_AS: Tensor, eos: Tensor, pad_token_id: int) -> Tensor:
+    """Blocks with padding behind their first end-of-sequence token."""
+    is_end_AS = torch.isin(block_AS, eos)
+    return torch.where(is_end_AS.cumsum(dim=1) > is_end_AS.long(), pad_token_id, block_AS)
 
 
 def _places(rows: list[int], device: torch.device) -> Tensor:
@@ -552,20 +762,17 @@ def _places(rows: list[int], device: torch.device) -> Tensor:
 
 
 def _trim(
-    filled_BM: Tensor, steps: list[int], commits: list[int], decoded: list[int],
-    eos_token_ids: tuple[int, ...], pad_token_id: int, mask_token_id: int, budget: int,
+    filled_BM: Tensor, steps: list[int], commits: list[int], forwards: list[int], decoded: list[int], facts: Facts, budget: int
 ) -> Decoded:
-    """Cut to the budget, drop what follows each row's first end-of-sequence token, and check that no mask token is left."""
+    """Cut to the budget, and drop what follows each row's first end-of-sequence token."""
     output_tokens, stop, ids_BN = [], [], filled_BM[:, :budget].clone()
     for row, ids in enumerate(ids_BN.tolist()):
         within = min(decoded[row], budget)
-        eos = [i for i, token in enumerate(ids[:within]) if token in eos_token_ids]
+        eos = [i for i, token in enumerate(ids[:within]) if token in facts.eos_token_ids]
         output_tokens.append(eos[0] + 1 if eos else within)
         stop.append("eos" if eos else "length" if within == budget else "ends")
-        ids_BN[row, output_tokens[-1] :] = pad_token_id
-        if mask_token_id in ids[: output_tokens[-1]]:
-            raise RuntimeError(f"row {row} still holds a mask token after decoding; this is a bug in the decoder")
-    return Decoded(ids_BN, filled_BM, steps, commits, list(steps), output_tokens, decoded, stop)
+        ids_BN[row, output_tokens[-1] :] = facts.pad_token_id
+    return Decoded(ids_BN, filled_BM, steps, commits, forwards, output_tokens, decoded, stop)
 
 
 def changed(config: DecodeConfig, **changes) -> DecodeConfig:
@@ -581,7 +788,7 @@ def resolve(model: DiffusionLM, stated: dict, *, attention: str | None = None, *
     stated: the checkpoint's config.json. attention: "block_causal" or "full"; by default block_causal if the checkpoint states a block
     length or reads its prompt causally. values: of `DecodeConfig`. Left out, the budget is the checkpoint's own, else 256; the block
     length its own, else 1 where the prompt is read causally (one token after another) and 32 otherwise; the way of revealing its
-    confidence threshold, else 0.9.
+    confidence threshold, else 0.9; or, where it says how it decodes (`DiffusionLM.own_decoding`), each value its own.
     """
     if attention not in (None, "block_causal", "full"):
         raise ValueError(f"attention is {attention!r}; allowed: block_causal, full")
@@ -592,7 +799,9 @@ def resolve(model: DiffusionLM, stated: dict, *, attention: str | None = None, *
     length = next(
         n for n in (given.get("block_length"), model.facts.block_length, 1 if causal else min(32, max(budget, 1))) if n is not None
     )
-    reveal = {} if any(way in given for way in WAYS) else {"confidence_threshold": stated.get("confidence_threshold", 0.9)}
+    reveal: dict[str, Any] = model.own_decoding
+    if not reveal and not any(way in given for way in WAYS):
+        reveal = {"confidence_threshold": stated.get("confidence_threshold", 0.9)}
     return DecodeConfig(**{
         "block_causal": block_causal, "use_cache": block_causal, **reveal, **given, "max_new_tokens": budget, "block_length": length,
     })  # fmt: skip

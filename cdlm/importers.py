@@ -220,7 +220,7 @@ class _Reader:
         if states_TN.shape[1] < self.budget:
             return "short_budget"
         states_TN = states_TN[:, : self.budget]
-        step_N = steps_of(states_TN, self.facts.mask_token_id, self.asked.block_length, self.asked.order)
+        step_N = steps_of(states_TN, self.facts.mask_id, self.asked.block_length, self.asked.order)
         if isinstance(step_N, str):
             return step_N
         tokens = states_TN[-1].tolist()
@@ -244,7 +244,7 @@ class _Reader:
             if not 0 <= wrong < self.vocabulary:
                 raise ValueError(f"{where} holds token {wrong}; the vocabulary of {self.model} has {self.vocabulary} tokens")
         if not self.checked:
-            mask, (common, _) = self.facts.mask_token_id, Counter(states_TN[0].tolist()).most_common(1)[0]
+            mask, (common, _) = self.facts.mask_id, Counter(states_TN[0].tolist()).most_common(1)[0]
             if not bool((states_TN[0] == mask).any()):
                 raise ValueError(f"{where} masks its slots with token {common}; the mask token of {self.model} is {mask}")
             self.checked = True
@@ -302,7 +302,7 @@ def import_folder(
             raise ValueError(f"no row of {source} is a trajectory")
         request = {
             **asdict(asked), "source": source, "source_hash": source_hash, "teacher": trajectories.folder_hash(model), "family": family,
-            "mask_token_id": facts.mask_token_id, "screen": asdict(reader.screen),
+            "mask_token_id": facts.mask_id, "screen": asdict(reader.screen),
             "decode": {"max_new_tokens": reader.budget, "block_length": asked.block_length},
         }
         trajectories.write_json(partial / "collection.json", json.loads(json.dumps(request)))

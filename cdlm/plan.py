@@ -81,7 +81,7 @@ class Plan:
         # The slots that a teacher fills, and how: as a block diffusion model with a cache if it is one, else over the whole sequence.
         facts, self.slots, self.teacher = self.inputs.facts, r.decode.max_new_tokens, ("dlm", r.decode.block_length)
         if facts is not None:
-            self.slots = slots(facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
+            self.slots = slots(facts, r.decode.max_new_tokens, r.decode.block_length)
             own = teacher_decoding(facts, r.decode.max_new_tokens, r.decode.block_length, stop_at_eos=True)
             self.teacher = ("block" if own.block_causal else "dlm", own.block_length)
 

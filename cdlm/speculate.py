@@ -152,7 +152,7 @@ def _rows_at(row_AQD: Tensor, index_AK: Tensor) -> Tensor:
 def _runs(model: DiffusionLM, layout: masks.Packed, clean_AL: Tensor, cache: BlockCache) -> Tensor:
     """Raw rows of a layout that holds the clean tokens first and masks everywhere else."""
     count = layout.position_BQ.shape[1] - clean_AL.shape[1]
-    masked = clean_AL.new_full((clean_AL.shape[0], count), model.facts.mask_token_id)
+    masked = clean_AL.new_full((clean_AL.shape[0], count), model.facts.mask_id)
     return model.packed_hidden(torch.cat([clean_AL, masked], dim=1), layout.position_BQ, layout.sight, layout.before_BQ, cache)
 
 
@@ -390,7 +390,7 @@ def speculate(
     batch, drafts, budget = prompt_BP.shape[0], config.draft_length, config.max_new_tokens
     eos = torch.tensor(facts.eos_token_ids, device=device)
     generators = None if seeds is None else [torch.Generator().manual_seed(seed) for seed in seeds]
-    rule = _Rule(config, facts.mask_token_id, generators, device)
+    rule = _Rule(config, facts.mask_id, generators, device)
     source: _Parallel | _Linear = (
         _Linear(model, config, prompt_BP, valid_BP, adapter) if config.layout == "linear" else _Parallel(model, config, prompt_BP, valid_BP)
     )

@@ -228,8 +228,8 @@ class Run:
         self._check_objective(model.config)
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
-        origin = facts.block_origin if facts is not None else "prompt_end"
-        longest = r.data.max_prompt_tokens + slots(origin, r.decode.max_new_tokens, r.decode.block_length)
+        filled = r.decode.max_new_tokens if facts is None else slots(facts, r.decode.max_new_tokens, r.decode.block_length)
+        longest = r.data.max_prompt_tokens + filled
         room = getattr(model.config, "max_position_embeddings", None)
         if room is not None and longest > room:
             raise ValueError(
@@ -427,7 +427,7 @@ def collect(run: Run) -> None:
         _collect_canvases(run, model, tokenizer, examples)
         return
     count = len(examples) * len(c.temperatures)
-    width = slots(model.facts.block_origin, r.decode.max_new_tokens, r.decode.block_length)
+    width = slots(model.facts, r.decode.max_new_tokens, r.decode.block_length)
     size = trajectories.hidden_bytes(count, width, model.hf.config.hidden_size)
     there = sum(file.stat().st_size for file in run.trajectories.glob("shard-*.safetensors"))
     run.say(f"collect: {count} trajectories, {size / 2**20:.1f} MiB of hidden rows, into {run.trajectories}")

@@ -287,7 +287,7 @@ def _decode_batch(
 ) -> Collected:
     """Trajectories of a batch, hidden rows [1, N, D] beside each."""
     rows: Collected = []
-    width = slots(model.facts.block_origin, student.max_new_tokens, student.block_length)
+    width = slots(model.facts, student.max_new_tokens, student.block_length)
     config = DecodeConfig(**{**asdict(config), "max_new_tokens": width})  # the student's last block, whole
     for temperature in sorted({t for _, (_, t) in jobs}):
         part = [(number, example) for number, (example, t) in jobs if t == temperature]

@@ -2,7 +2,11 @@
 
 A rule is a function (confidence_BL, open_BL, step) -> reveal_BL. Every rule returns a subset of the open slots, and at
 least one slot in each row that has one (contract 3); `timesteps`, which copies a published schedule, may leave steps out. In place of
-confidences any score may stand whose largest values come first, where a rule has no threshold. Shapes: B rows, L slots of the active block.
+confidences any score may stand whose largest values come first, where a rule has no threshold.
+
+Where noise is not marked, every slot is open at every step, and what a rule returns is *accepted*: those slots take the token that was
+drawn for them, all others become noise again, and the next step decides anew. Such a block needs a temperature for its draws, and a rule
+that says when it is done. Shapes: B rows, L slots of the active block.
 """
 
 from collections.abc import Callable
@@ -111,3 +115,36 @@ def timesteps(steps: int, epsilon: float = 1e-3) -> Rule:
         return (rank_BL < count_B[:, None]) & open_BL
 
     return rule
+
+
+def temperature(step: int, steps: int, t_min: float, t_max: float) -> Tensor:
+    """Temperature of a step, counted from 0: t_min + (t_max - t_min) n / N with n = N - step, the steps that are left. It starts at t_max
+    and ends one N-th above t_min. fp32, as it divides logits. (DiffusionGemma, as its generation code has it.)"""
+    left = torch.tensor(steps - step, dtype=torch.int32)
+    return t_min + (t_max - t_min) * (left / steps)
+
+
+def renoise(token_BL: Tensor, accept_BL: Tensor, noise_BL: Tensor) -> Tensor:
+    """The block after a step that decides every slot anew: accepted slots hold the token drawn for them, all others noise."""
+    return torch.where(accept_BL, token_BL, noise_BL)
+
+
+class Settled:
+    """Says which rows are done: those whose most probable tokens are what they were in each of the last `stability` steps of this block,
+    and whose slots' entropies (nats) have a mean below `entropy`. (DiffusionGemma's stable-and-confident stopping.)
+
+    stability 0 asks for the entropy alone. An object serves one block.
+    """
+
+    def __init__(self, stability: int, entropy: float):
+        self.stability, self.entropy = stability, entropy
+        self.before: list[Tensor] = []
+
+    def __call__(self, best_BL: Tensor, entropy_BL: Tensor) -> Tensor:
+        done_B = entropy_BL.mean(dim=-1) < self.entropy
+        if len(self.before) < self.stability:
+            done_B = torch.zeros_like(done_B)
+        for earlier_BL in self.before:
+            done_B = done_B & (earlier_BL == best_BL).all(dim=-1)
+        self.before = [*self.before, best_BL][1 if len(self.before) == self.stability else 0 :]
+        return done_B

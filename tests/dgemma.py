@@ -3,8 +3,9 @@
 import torch
 
 
-def random_hf(*, seed: int = 0, vocab: int = 128, canvas: int = 8, window: int = 16, scale: float = 3.0, **text):
-    """The transformers class. Every parameter is random, norms and scales too; `scale` spreads confidences out."""
+def random_hf(*, seed: int = 0, vocab: int = 128, canvas: int = 8, window: int = 16, scale: float = 1.0, **text):
+    """The transformers class. Every parameter is random, norms and scales too. `scale` is that of matrices; at 1 rounding does not grow
+    from step to step, so that a decoding is the same with padding and without."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     config = DiffusionGemmaConfig(
@@ -24,12 +25,12 @@ def random_hf(*, seed: int = 0, vocab: int = 128, canvas: int = 8, window: int =
     hf = DiffusionGemmaForBlockDiffusion(config)
     hf.set_attn_implementation("sdpa")
     with torch.no_grad():
-        for name, parameter in hf.named_parameters():
+        for parameter in hf.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, scale * parameter.shape[-1] ** -0.5)
             else:
                 parameter.normal_(1.0, 0.2)
-        hf.get_input_embeddings().weight.normal_(0.0, 0.3 * scale)
+        hf.get_input_embeddings().weight.normal_()
     hf.generation_config.eos_token_id, hf.generation_config.pad_token_id = [2], 0
     return hf.eval()
 

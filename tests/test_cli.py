@@ -258,7 +258,7 @@ def traced(path, prompt: str, config: DecodeConfig):
     tokenizer = families.load_tokenizer(path, model.facts)
     ids = torch.tensor([data.prompt_ids(tokenizer, prompt, chat_template=True)])
     written = io.StringIO()
-    with Trace(tokenizer, config, model.facts.mask_token_id, Console(file=written, width=400, highlight=False)) as trace:
+    with Trace(tokenizer, config, Console(file=written, width=400, highlight=False)) as trace:
         out = decode(model, ids, torch.ones_like(ids, dtype=torch.bool), config, callback=trace)
     head, *lines = written.getvalue().splitlines()
     assert head.startswith("step block")

@@ -103,7 +103,7 @@ def generate(
         with _counted(model.hf, note), _without_advice(), _stock_attention(model.hf):
             out_AN = model.hf.generate(
                 input_ids=ids_AP, attention_mask=valid_AP.long(), max_new_tokens=config.max_new_tokens, do_sample=False,
-                suppress_tokens=[facts.mask_token_id], eos_token_id=list(facts.eos_token_ids), pad_token_id=facts.pad_token_id, **drafting,
+                suppress_tokens=[facts.mask_id], eos_token_id=list(facts.eos_token_ids), pad_token_id=facts.pad_token_id, **drafting,
             )[:, ids_AP.shape[1] :]
         for row, found in zip(rows, out_AN.tolist(), strict=True):
             end = next((i for i, token in enumerate(found) if token in facts.eos_token_ids), None)

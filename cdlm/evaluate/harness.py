@@ -254,7 +254,7 @@ class CDLM(TemplateLM):
     @property
     def max_length(self) -> int | None:
         """Positions that the model has; None where it does not say."""
-        return getattr(self.model.hf.config, "max_position_embeddings", None)
+        return getattr(self.model.text_config, "max_position_embeddings", None)
 
     @property
     def tokenizer_name(self) -> str:
@@ -319,7 +319,7 @@ class CDLM(TemplateLM):
             where = f"task {request.task_name}, document {request.doc_id}"
             if not ids:
                 raise ValueError(f"{where}: the prompt has no tokens")
-            longest = len(ids) + slots(self.model.facts.block_origin, decoding.max_new_tokens, decoding.block_length)
+            longest = len(ids) + slots(self.model.facts, decoding.max_new_tokens, decoding.block_length)
             if self.max_length is not None and longest > self.max_length:
                 raise ValueError(
                     f"{where}: the prompt's {len(ids)} tokens and max_gen_toks {decoding.max_new_tokens} are {longest} positions, the "
@@ -346,7 +346,7 @@ class CDLM(TemplateLM):
         decoding, facts = batch[0].decoding, self.model.facts
         prompt_BP, valid_BP = data.pad_left([one.ids for one in batch], facts.pad_token_id)
         prompt_BP, valid_BP = prompt_BP.to(self.model.device), valid_BP.to(self.model.device)
-        seeds = [one.seed for one in batch] if decoding.temperature > 0 else None
+        seeds = [one.seed for one in batch] if decoding.draws else None
 
         def ends(row: int, ids: list[int]) -> bool:
             whole = next((place for place, token in enumerate(ids) if token in facts.eos_token_ids), len(ids))

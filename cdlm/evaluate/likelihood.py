@@ -66,7 +66,7 @@ def nelbo(
     block_length: None for full attention, one noise level for the answer; a number for block diffusion, one level a block, each block
     behind the clean text before it (BD3-LM, arXiv 2503.09573). The prompt must not be empty.
     """
-    device, mask = model.device, model.facts.mask_token_id
+    device, mask = model.device, model.facts.mask_id
     prompt_length_1, length = torch.tensor([len(prompt)]), len(answer)
     block_N = torch.zeros(length, dtype=torch.long)
     if block_length is not None:

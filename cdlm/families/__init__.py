@@ -20,7 +20,8 @@ from cdlm.families.decoder import listed, read_json, stock_tokenizer
 from cdlm.families.wrap import CLASSES, wrap
 
 FAMILIES: dict[str, ModuleType] = {
-    module.NAME: module for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, nemotron, zaya, diffusion_gemma, causal)
+    module.NAME: module
+    for module in (native, llada_moe, llada, dream, fast_dllm_v2, sdar, llada2_moe, nemotron, zaya, diffusion_gemma, causal)
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("auto", *attending.BACKENDS)
@@ -228,7 +229,8 @@ def set_attention(hf: Any, backend: str, device: str) -> None:
     own = CLASSES.get(hf.config.model_type, DiffusionLM).own_attention
     if own is not None:
         if backend not in ("auto", own):
-            raise ValueError(f"attention is {backend!r}; a model of type {hf.config.model_type} takes transformers' own {own}: auto or {own}")
+            kind = hf.config.model_type
+            raise ValueError(f"attention is {backend!r}; a model of type {kind} takes transformers' own {own}: auto or {own}")
         return
     if backend != "auto" or torch.device(device).type != "cpu":
         attending.register()

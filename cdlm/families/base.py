@@ -84,6 +84,18 @@ class Facts:
         return self.block_length is not None
 
     @property
+    def mask_id(self) -> int:
+        """The mask token, for what can't do without one; a ValueError where the model has none."""
+        if self.mask_token_id is None:
+            raise ValueError(f"this model has no mask token (its noise is {self.noise}), and what was asked for needs one")
+        return self.mask_token_id
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether the last block has all its slots also where the budget ends inside it, as such models were trained."""
+        return self.block_origin == "zero" or self.noise == "uniform"
+
+    @property
     def unfilled_id(self) -> int:
         """What stands in a slot that was never filled: the mask token, or padding where there is none."""
         return self.pad_token_id if self.mask_token_id is None else self.mask_token_id
@@ -130,7 +142,6 @@ class DiffusionLM(nn.Module):
     objectives: tuple[str, ...] = ("cdlm", "mdlm", "bd3lm", "ar", "tidar")  # what its forwards can be trained for
     redecides = False  # whether a step decides every slot anew, so that what a teacher did is told by its states
     commits_apart = False  # whether committing takes a forward of its own, in place of going along with a block's first step
-    whole_blocks = False  # whether a block has all its slots also where the budget ends inside it
     left_alone: str | None = None  # a regular expression for the names of modules that no adapter goes on
     own_attention: str | None = None  # transformers' attention that the model must have, where this package's can't say its masks
     masks_suffice = True  # whether positions and a mask say all that a forward must know; not where layers mix neighbouring rows
@@ -149,7 +160,7 @@ class DiffusionLM(nn.Module):
         return self.hf.config.get_text_config()
 
     @property
-    def width(self) -> int:
+    def hidden_size(self) -> int:
         """D, numbers in a hidden row."""
         return self.text_config.hidden_size
 
@@ -162,6 +173,16 @@ class DiffusionLM(nn.Module):
     def head(self) -> nn.Module:
         """Final-norm hidden rows -> the model's logits: lm_head, and what the model does behind it."""
         return self.hf.get_output_embeddings()
+
+    @property
+    def own_decoding(self) -> dict[str, Any]:
+        """Values of `decode.DecodeConfig` by which the checkpoint itself says that it decodes; empty where it says nothing."""
+        return {}
+
+    def state_decoding(self, values: dict[str, Any]) -> None:
+        """Have the checkpoint say that it decodes so, in what `hf.save_pretrained` writes; values of `decode.DecodeConfig`."""
+        if "confidence_threshold" in values:
+            self.hf.config.confidence_threshold = values["confidence_threshold"]
 
     @property
     def vocab(self) -> int:

@@ -89,7 +89,7 @@ def add_row(hf: Any, facts: Facts, path_or_id: str | Path) -> None:
     rows = hf.get_input_embeddings().weight.shape[0]
     if vocabulary[-1] >= rows:
         raise ValueError(f"the tokenizer of {path_or_id} has a token of id {vocabulary[-1]}; the model's embeddings have {rows} rows")
-    mask = facts.mask_token_id
+    mask = facts.mask_id
     if mask >= rows:
         hf.resize_token_embeddings(mask + 1, mean_resizing=False)
     if mask in vocabulary:

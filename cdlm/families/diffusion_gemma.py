@@ -30,6 +30,8 @@ from cdlm.families.base import DiffusionLM, Facts, Seen
 NAME = "diffusion_gemma"
 MODEL_TYPE = "diffusion_gemma"
 ORIGINS = dict.fromkeys(("eos_token_id", "eos_token_ids", "pad_token_id"), "config.json, text_config")
+SAME_NAMES = ("max_denoising_steps", "t_min", "t_max", "stability_threshold")  # in generation_config.json and in DecodeConfig
+THEIR_THRESHOLD = "confidence_threshold"  # DecodeConfig's entropy_threshold: a mean entropy, no confidence
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -90,7 +92,6 @@ class DiffusionGemmaLM(DiffusionLM):
     redecides = True
     held_logits = 1 << 23  # of self-conditioning's look in training: 32 MiB in fp32, and as much of their probabilities
     commits_apart = True
-    whole_blocks = True
     left_alone = r".*(vision_tower|embed_vision).*"
     own_attention = "sdpa"
 
@@ -101,6 +102,26 @@ class DiffusionGemmaLM(DiffusionLM):
     @property
     def head(self) -> nn.Module:
         return CappedHead(self.hf.lm_head, self.hf.final_logit_softcapping)
+
+    @property
+    def own_decoding(self) -> dict[str, Any]:
+        """generation_config.json's values, transformers' own where it states none."""
+        generation = self.hf.generation_config
+        default = generation._get_default_generation_params()
+        found = {name: getattr(generation, name) for name in default}
+        found = {name: default[name] if value is None else value for name, value in found.items()}
+        return {
+            "order": "entropy", "entropy_bound": found["sampler_config"].entropy_bound, "entropy_threshold": found[THEIR_THRESHOLD],
+            **{name: found[name] for name in SAME_NAMES},
+        }
+
+    def state_decoding(self, values: dict[str, Any]) -> None:
+        from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
+
+        generation = self.hf.generation_config
+        generation.sampler_config = EntropyBoundSamplerConfig(entropy_bound=float(values["entropy_bound"]))
+        for name, value in ((THEIR_THRESHOLD, float(values["entropy_threshold"])), *((name, values[name]) for name in SAME_NAMES)):
+            setattr(generation, name, value)
 
     @property
     def unmergeable(self) -> str | None:
@@ -249,7 +270,7 @@ class DiffusionGemmaLM(DiffusionLM):
 
     def noisy_clean_hidden(self, *args: Any, **kwargs: Any) -> Tensor:
         """Refused: encoder and decoder are two forwards."""
-        raise ValueError(f"{NAME}: clean text and noisy blocks can't share a forward; train on one canvas a row (objective uniform or cdlm)")
+        raise ValueError(f"{NAME}: clean text and noisy blocks can't share a forward; train on one canvas a row")
 
     def packed_hidden(self, *args: Any, **kwargs: Any) -> Tensor:
         """Refused: draft and verify needs clean rows and masks in one forward."""
@@ -306,6 +327,6 @@ def _refuse(config: Any, facts: Facts) -> None:
     if text.use_bidirectional_attention == "all":
         raise ValueError(f"{NAME}: use_bidirectional_attention is 'all'; only an encoder that is causal over text is allowed")
     if not text.final_logit_softcapping:
-        raise ValueError(f"{NAME}: final_logit_softcapping is {text.final_logit_softcapping!r}; the head caps its logits at a number above 0")
+        raise ValueError(f"{NAME}: final_logit_softcapping is {text.final_logit_softcapping!r}; the head caps its logits above 0")
     if facts.block_length != config.canvas_length:
         raise ValueError(f"{NAME}: block_length is {facts.block_length}, canvas_length {config.canvas_length}; they are one number")

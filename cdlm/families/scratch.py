@@ -72,7 +72,8 @@ def build(
         raise ValueError(f"{config_path} has vocab_size {vocab_size}; the tokenizer has {len(tokenizer)} tokens")
     config.eos_token_id, config.pad_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
     facts = Facts(
-        mask_token_id=tokenizer.mask_token_id if marked else None, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id,
+        mask_token_id=tokenizer.mask_token_id if marked else None, eos_token_ids=(tokenizer.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id,
         **stated,
     )
     for key, value in native.config_keys(facts).items():
