@@ -261,7 +261,7 @@ class CanvasStates(_Drawing):
             "y_star": y_star.canvas_S, "open_star": y_star.open_S, "seen_star": y_star.seen_SK, "seen_star_ids": y_star.seen_ids_SK,
             "target": row.logits[led], "target_ids": row.ids[led].long(), "target_total": row.total[led],
             "reference_prompt_ids": [*row.prompt_ids, *row.answer_ids[:at]],
-            "answer": torch.tensor(data.fill_budget(row.answer_ids, at + size, self.eos))[at:],
+            "answer": torch.tensor(data.fill_budget(row.answer_ids[: at + size], at + size, self.eos))[at:],
             "level": torch.rand(1, generator=draw)[0],
             "uniform": torch.rand(size, generator=draw),
             "token": torch.rand(size, generator=draw),

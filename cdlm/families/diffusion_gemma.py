@@ -90,6 +90,7 @@ class DiffusionGemmaLM(DiffusionLM):
 
     objectives = ("uniform", "cdlm")
     redecides = True
+    held_logits = 1 << 23  # of self-conditioning's look in training: 32 MiB in fp32, and as much of their probabilities
     commits_apart = True
     left_alone = r".*(vision_tower|embed_vision).*"
     own_attention = "sdpa"
@@ -267,10 +268,10 @@ class DiffusionGemmaLM(DiffusionLM):
         with self._told_embedding(soft_BSD):
             return self._shifted(row_BLD), refine()
 
-    def _mean_embedding(self, row_BSD: Tensor, values: int = 1 << 23) -> Tensor:
-        """The mean embedding under each row's probabilities, [B, S, D], with at most `values` logits held at a time."""
+    def _mean_embedding(self, row_BSD: Tensor) -> Tensor:
+        """The mean embedding under each row's probabilities, [B, S, D], with at most `held_logits` logits held at a time."""
         table = self.hf.model.decoder.embed_tokens
-        parts = row_BSD.flatten(0, 1).split(max(1, values // table.weight.shape[0]))
+        parts = row_BSD.flatten(0, 1).split(max(1, self.held_logits // table.weight.shape[0]))
         soft = [self.head(part).softmax(dim=-1, dtype=torch.float32).to(table.weight.dtype) @ table.weight for part in parts]
         return (torch.cat(soft) * table.embed_scale.to(table.weight.dtype)).view_as(row_BSD)
 
