@@ -648,6 +648,8 @@ def trained_facts(recipe: Recipe, start: families.Facts) -> families.Facts:
     """Facts of the trained model. mdlm trains under full attention; the others fix the length of blocks (ar and tidar: 1, and tidar the
     length of drafts)."""
     objective, length = recipe.train.objective, recipe.decode.block_length
+    if start.canvases:  # training changes nothing of them
+        return start
     start = replace(start, draft_length=length if objective == "tidar" else None, text_attention="block_causal")
     if objective == "mdlm":
         return replace(start, block_length=None, prompt_attention="bidirectional")
@@ -660,7 +662,7 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
         from peft import PeftModel
 
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
-        facts = replace(base.facts, text_attention="block_causal")
+        facts = base.facts if base.facts.canvases else replace(base.facts, text_attention="block_causal")
         return type(base)(peft_model.get_base_model(), facts, base.family).eval(), peft_model.eval()
     return _load_saved(run), None
 

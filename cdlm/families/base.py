@@ -97,6 +97,11 @@ class Facts:
         return self.block_origin == "zero" or self.noise == "uniform"
 
     @property
+    def canvases(self) -> bool:
+        """Whether blocks are canvases: of one length, which the model has from the start, and decided anew at every step."""
+        return self.noise == "uniform"
+
+    @property
     def unfilled_id(self) -> int:
         """What stands in a slot that was never filled: the mask token, or padding where there is none."""
         return self.pad_token_id if self.mask_token_id is None else self.mask_token_id
