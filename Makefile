@@ -6,14 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher baseline-ar draft zaya ablation eval bench results smoke kernels gpu-check test check clean
+.PHONY: setup distill teacher baseline-ar draft zaya diffusiongemma ablation eval bench results smoke kernels gpu-check test check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
 	$(BIN)/cdlm distill $(RECIPE) $(ARGS)
 
 # Trains the small world's teachers again from nothing, each ending with its table, and puts them in place of the committed ones.
-teacher: $(VENV)/.run zaya
+teacher: $(VENV)/.run zaya diffusiongemma
 	$(BIN)/cdlm distill recipes/tiny-teacher.yaml $(ARGS)
 	rm -rf recipes/tiny/teacher && cp -r runs/tiny-teacher/export recipes/tiny/teacher
 
@@ -46,6 +46,11 @@ draft: $(VENV)/.run
 zaya: $(VENV)/.run
 	$(BIN)/cdlm distill recipes/tiny-zaya-ar.yaml $(ARGS)
 	rm -rf recipes/tiny/zaya && cp -r runs/tiny-zaya-ar/export recipes/tiny/zaya
+
+# And in DiffusionGemma's shape: uniform noise on canvases.
+diffusiongemma: $(VENV)/.run
+	$(BIN)/cdlm distill recipes/tiny-diffusiongemma-teacher.yaml $(ARGS)
+	rm -rf recipes/tiny/diffusiongemma && cp -r runs/tiny-diffusiongemma-teacher/export recipes/tiny/diffusiongemma
 
 # Puts the numbers of a run (runs/tiny, or RUN=runs/tiny-a2d, or RUN=runs/tiny/bench) into eval/results and README.md.
 RUN ?= runs/tiny

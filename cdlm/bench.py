@@ -150,7 +150,7 @@ def table(found: dict[str, Any]) -> list[list[str]]:
     for row in rows:
         own, naive = row["latency_s"], base["latency_s"]
         out.append([
-            report.TITLES.get(row["method"], row["method"]), "" if row["parameter"] is None else f"{row['parameter']:g}",
+            report.title(row), "" if row["parameter"] is None else f"{row['parameter']:g}",
             cell(row["tps"], base["tps"], ".0f"), cell(own and own["median"], naive and naive["median"], ".4f"),
             cell(row["steps"], base["steps"], ".1f"), cell(row["output_tokens"], base["output_tokens"], ".1f"),
             f"{row['accuracy']:.1%} ({100 * (row['accuracy'] - base['accuracy']):+.1f})",

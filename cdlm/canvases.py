@@ -139,9 +139,10 @@ class Recorder:
         for place, row in enumerate(step.row_A.tolist()):
             logits_SV = self.model.head(step.hidden_ASD[place]).float()  # a row at a time: [S, V] of a large vocabulary is large
             value_SK, ids_SK = logits_SV.topk(self.top_k, dim=-1)
+            rounded_SK = value_SK.to(torch.float16)
+            total_S = logits_SV.scatter(1, ids_SK, rounded_SK.float()).logsumexp(dim=-1)  # so that probabilities still add up to 1
             self.tensors[row].append({
-                "logits": value_SK[None].to(torch.float16).cpu(), "ids": ids_SK[None].to(torch.int32).cpu(),
-                "total": logits_SV.logsumexp(dim=-1)[None].cpu(),
+                "logits": rounded_SK[None].cpu(), "ids": ids_SK[None].to(torch.int32).cpu(), "total": total_S[None].cpu(),
             })
             self.values[row].append({
                 "block": step.block, "left": steps - step.step, "temperatures": temperature,
@@ -248,4 +249,5 @@ class Canvases:
         row["tokens"] = torch.tensor(row["tokens"], dtype=torch.long)
         row["left"] = torch.tensor(row["left"], dtype=torch.long)
         row["temperatures"] = torch.tensor(row["temperatures"], dtype=torch.float32)
-        return CanvasTrajectory(**row, **{name: self._slice(index, name) for name in ("logits", "ids", "total")})
+        row |= {name: self._slice(index, name) for name in ("logits", "ids", "total")}
+        return CanvasTrajectory(**row)

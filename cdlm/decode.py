@@ -511,11 +511,16 @@ class _Sampler(Protocol):
     left_A: above 0 while a row is not done. together: whether rows draw together, so that those that stopped must go along.
     """
 
-    together: bool
-    ids_AS: Tensor
-    output_AS: Tensor
-    left_A: Tensor
-    seen: Seen | None
+    @property
+    def together(self) -> bool: ...
+    @property
+    def ids_AS(self) -> Tensor: ...
+    @property
+    def output_AS(self) -> Tensor: ...
+    @property
+    def left_A(self) -> Tensor: ...
+    @property
+    def seen(self) -> Seen | None: ...
 
     def __init__(
         self, model: DiffusionLM, config: DecodeConfig, rule: unmask.Rule, draws: Draws, rows: list[int], block: int, ids_AS: Tensor,
@@ -529,7 +534,8 @@ class _Sampler(Protocol):
 class _Reveal:
     """Open slots are revealed and stay. A block is done when none is open."""
 
-    together, seen = False, None
+    together = False
+    seen: Seen | None = None
 
     def __init__(
         self, model: DiffusionLM, config: DecodeConfig, rule: unmask.Rule, draws: Draws, rows: list[int], block: int, ids_AS: Tensor,

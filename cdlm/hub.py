@@ -45,15 +45,18 @@ def merge_lora(peft_model: Any, probe_ids_BL: torch.Tensor, tolerance: float = 1
 
 
 def save(
-    model: DiffusionLM, tokenizer: Any, folder: Path, *, facts: Facts, max_new_tokens: int, confidence_threshold: float | None, card: str,
-    eval_results: str | None = None, adapter: Path | None = None,
+    model: DiffusionLM, tokenizer: Any, folder: Path, *, facts: Facts, max_new_tokens: int, decoding: dict[str, Any], card: str,
+    eval_results: str | None = None, adapter: Path | None = None, with_decoder: bool = True,
 ) -> None:
     """Write the folder whole beside its place, then put it there, with checksums of all but its card. The decoder beside the weights knows
-    masks only, so a model for which they do not suffice gets none. adapter: a folder of `save_adapter`, moved into this one."""
+    masks only, so a model for which they do not suffice gets none. adapter: a folder of `save_adapter`, moved into this one.
+
+    decoding: values of `decode.DecodeConfig` that the folder says it decodes with, where its class has a place for them.
+    """
     config = model.hf.config
     native.state(config, facts)
-    if confidence_threshold is not None:
-        config.confidence_threshold = confidence_threshold
+    if decoding:
+        model.state_decoding(decoding)
     generation = model.hf.generation_config
     generation.max_new_tokens, generation.max_length = max_new_tokens, None
     generation.eos_token_id, generation.pad_token_id = list(facts.eos_token_ids), facts.pad_token_id
@@ -62,7 +65,15 @@ def save(
         families.save_tokenizer(tokenizer, partial)
         if adapter is not None:
             adapter.replace(partial / "adapter")
-        _finish(partial, card, eval_results, with_decoder=confidence_threshold is not None and model.masks_suffice)
+        _finish(partial, card, eval_results, with_decoder=with_decoder and model.masks_suffice)
+
+
+def put(made: Path, folder: Path) -> None:
+    """The content of a folder that is whole, moved into the place of the one that is there, with checksums."""
+    with disk.replacing_folder(folder) as partial:
+        for path in sorted(made.iterdir()):
+            path.replace(partial / path.name)
+    made.rmdir()
 
 
 def _finish(folder: Path, card: str, eval_results: str | None, with_decoder: bool) -> None:
@@ -78,7 +89,7 @@ def _finish(folder: Path, card: str, eval_results: str | None, with_decoder: boo
 
 def save_adapter(
     source: Path, tokenizer: Any, folder: Path, *, base_model: str | None, family: str, facts: Facts, max_new_tokens: int,
-    confidence_threshold: float, card: str, eval_results: str | None = None, with_decoder: bool = True,
+    decoding: dict[str, Any], card: str, eval_results: str | None = None, with_decoder: bool = True,
 ) -> None:
     """An adapter as a folder that others can use: PEFT's two files, facts.json, the tokenizer and a card.
 
@@ -92,17 +103,20 @@ def save_adapter(
     config["target_modules"] = sorted(config["target_modules"])  # PEFT writes a set, in any order
     (folder / adapters.CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     shutil.copyfile(source / adapters.WEIGHTS, folder / adapters.WEIGHTS)
-    stated = adapters.facts_json(facts, adapter_family=family, max_new_tokens=max_new_tokens, confidence_threshold=confidence_threshold)
+    stated = adapters.facts_json(facts, adapter_family=family, max_new_tokens=max_new_tokens, **decoding)
     (folder / adapters.FACTS).write_text(json.dumps(stated, indent=2) + "\n")
     tokenizer.save_pretrained(folder)
     _finish(folder, card, eval_results, with_decoder)
 
 
-def eval_results_yaml(report: dict[str, Any], benchmark: str, threshold: float | None, date: str, objective: str = "cdlm") -> str:
+def eval_results_yaml(
+    report: dict[str, Any], benchmark: str, threshold: float | None, date: str, objective: str = "cdlm", redecides: bool = False
+) -> str:
     """`.eval_results/cdlm.yaml`: the accuracy of the exported model on a Hub dataset (task `default`) and its tasks, as the Hub's
     leaderboards read it.
 
-    benchmark: the dataset; threshold: the student's own (None: a model without a block decoder); date: ISO 8601.
+    benchmark: the dataset; threshold: the student's own (None: a model without a block decoder), or its entropy bound where every step
+    decides every slot (`redecides`); date: ISO 8601.
     """
     import yaml
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
@@ -111,7 +125,7 @@ def eval_results_yaml(report: dict[str, Any], benchmark: str, threshold: float |
         EvalResultEntry(
             dataset_id=benchmark, task_id="default" if row["task"] == "all" else row["task"], value=row["accuracy"], date=date,
             notes=f"accuracy; {row['n']} questions, {row['steps']:.2f} steps, {row['tpf']:.2f} tokens per forward"
-            + (f", confidence threshold {threshold:g}" if threshold is not None else ""),
+            + (f", {'entropy bound' if redecides else 'confidence threshold'} {threshold:g}" if threshold is not None else ""),
         )
         for row in own_rows(report, threshold, objective)
     ]
@@ -129,23 +143,25 @@ def own_rows(report: dict[str, Any], threshold: float | None, objective: str = "
 
 def card(
     name: str, *, report: dict[str, Any] | None, base_model: str | None, license: str, tags: list[str], datasets: list[str],
-    decode: dict[str, Any], table: str, lines: list[str], has_decoder: bool = True, adapter: bool = False, stock: bool = True,
-    objective: str = "cdlm",
+    decode: dict[str, Any], table: str, lines: list[str], threshold: float | None, adapter: bool = False, stock: bool = True,
+    objective: str = "cdlm", sampler: dict[str, Any] | None = None,
 ) -> str:
     """The model card, made from report.json: front matter with model-index, what was measured, and code that runs.
 
-    adapter: of the adapter alone, not of the merged model; stock: transformers and the decoder beside the weights suffice.
+    threshold: as in `eval_results_yaml`. adapter: of the adapter alone, not of the merged model; stock: transformers and the decoder
+    beside the weights suffice. sampler: how a model decodes that decides every slot at every step.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
     results = []
-    for row in own_rows(report or {"results": []}, decode["confidence_threshold"] if has_decoder else None, objective):
+    for row in own_rows(report or {"results": []}, threshold, objective):
         for kind, value in (("accuracy", row["accuracy"]), ("tokens_per_forward", row["tpf"]), ("steps", row["steps"])):
             results.append(EvalResult(
                 task_type="text-generation", dataset_type=row["task"], dataset_name=row["task"], metric_type=kind, metric_value=value,
             ))
     relation = "adapter" if adapter else "finetune"
     kinds = [] if objective == "ar" else ["diffusion", "speculative-decoding"] if objective == "tidar" else ["diffusion"]
+    has_decoder = threshold is not None and sampler is None
     if has_decoder:
         kinds += ["block-diffusion", *(["custom_generate"] if stock else []), *(["lora"] if adapter else [])]
     front = ModelCardData(
@@ -156,9 +172,15 @@ def card(
     measured = "\n".join(f"- {line}" for line in lines) + "\n\n" + table if lines or table else "Not measured yet."
     trained = {
         "cdlm": "with consistency distillation (CDLM, arXiv 2511.19269)",
-        "bd3lm": "with the loss of block diffusion (BD3-LM, arXiv 2503.09573)",
+        "bd3lm": "with the loss of block diffusion (BD3-LM, arXiv 2503.09573)", "uniform": "on canvases with uniform noise",
     }
-    if has_decoder:
+    if sampler is not None:
+        what = f"""A block diffusion language model without a mask token: each step decides every slot of a canvas of
+{decode['block_length']} anew, and finished canvases are encoded causally. Trained {trained[objective]} by `cdlm`."""
+        if adapter:
+            what += f"\nThis is the LoRA adapter alone, which is not merged; it stands on {base_model or 'its base'}."
+        use = _usage_of_sampler(sampler, adapter)
+    elif has_decoder:
         what = f"""A block diffusion language model: answers are filled block by block, {decode['block_length']} slots each, many slots a
 step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm`."""
         if adapter:
@@ -253,6 +275,28 @@ print(tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_token
 
 Arguments besides transformers' own: `max_new_tokens` ({budget}), `block_length` ({block}),
 `confidence_threshold` ({threshold}). {said}Decoding is greedy."""
+
+
+def _usage_of_sampler(sampler: dict[str, Any], adapter: bool) -> str:
+    """The card's code for a model whose class in transformers has a diffusion decoding of its own."""
+    steps, bound = sampler["max_denoising_steps"], sampler["entropy_bound"]
+    if adapter:
+        return f"`cdlm generate {PLACE} --prompt TEXT` puts it on its base (needs `peft`), and takes at most {steps} steps a canvas."
+    return f"""Stock transformers decodes it; `generation_config.json` has it take at most {steps} steps a canvas, entropy bound {bound:g}.
+
+```python
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+folder = "{PLACE}"
+tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+model = AutoModelForImageTextToText.from_pretrained(folder)
+text = tokenizer.apply_chat_template([{{"role": "user", "content": "..."}}], tokenize=False, add_generation_prompt=True)
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+out = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+print(tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+```
+
+`cdlm generate {PLACE} --prompt TEXT --trace` shows how slots are decided again."""
 
 
 # ---- push ------------------------------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ class Plan:
         elif self.redecides:
             teacher, student = run.sampler("teacher"), run.sampler("student")
             lines.append(
-                f"decoding    {budget} tokens in {budget // block} canvases of {block}, each in at most {teacher.max_denoising_steps} steps; "
-                f"student {student.max_denoising_steps}"
+                f"decoding    {budget} tokens in {budget // block} canvases of {block}, each in at most {teacher.max_denoising_steps} "
+                f"steps; student {student.max_denoising_steps}"
             )
         else:
             lines.append(

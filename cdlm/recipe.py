@@ -35,7 +35,8 @@ BASELINES = (
 )
 OTHER_MODEL = "autoregressive_model"  # needs evaluate.autoregressive
 METHODS_OF = {  # objective -> what can be measured after it
-    "cdlm": (*METHODS, "transformers_generate"), "mdlm": METHODS, "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
+    "cdlm": (*METHODS, "transformers_generate"), "mdlm": METHODS,
+    "bd3lm": ("autoregressive", "student_sequential", "student", "student_uncached"),
     "ar": ("autoregressive",), "uniform": ("teacher", "teacher_truncated", "transformers_generate"),
     "tidar": (
         "autoregressive", "student_autoregressive", "tidar", "tidar_linear", "tidar_mix", "transformers_greedy", "prompt_lookup",

@@ -30,12 +30,13 @@ from cdlm.families import adapter as adapters
 from cdlm.families import causal, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
-from cdlm.recipe import Collect, Recipe, Sampler
+from cdlm.recipe import OTHER_MODEL, Collect, Recipe, Sampler
 
 STAGES = ("collect", "train", "evaluate", "export")
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
 OF_A_MODEL = (*BLOCKWISE, "tidar")  # objectives whose student is measured beside the model they start from
 AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
+REDECIDING_METHODS = ("teacher", "teacher_truncated", "transformers_generate", "student")  # where every step decides every slot
 SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
@@ -280,6 +281,14 @@ class Run:
             raise ValueError(
                 f"train.objective is {r.train.objective!r}; a model of type {config.model_type} is trained with {', '.join(allowed)}"
             )
+        redecides = families.CLASSES.get(config.model_type, DiffusionLM).redecides
+        for name in r.evaluate.methods or []:
+            if redecides and name not in (*REDECIDING_METHODS, OTHER_MODEL):
+                raise ValueError(
+                    f"evaluate.methods has {name}; a model that decides every slot at every step has {', '.join(REDECIDING_METHODS)}"
+                )
+            if not redecides and name == "transformers_generate":
+                raise ValueError(f"evaluate.methods has {name}; transformers has no diffusion decoding of type {config.model_type}")
         canvas = getattr(config, "canvas_length", None)
         if canvas is not None and r.decode.block_length != canvas:
             raise ValueError(f"decode.block_length is {r.decode.block_length}; this model's canvas has {canvas} slots, and a block is one")
@@ -694,6 +703,8 @@ def trained_facts(recipe: Recipe, start: families.Facts) -> families.Facts:
     """Facts of the trained model. mdlm trains under full attention; the others fix the length of blocks (ar and tidar: 1, and tidar the
     length of drafts)."""
     objective, length = recipe.train.objective, recipe.decode.block_length
+    if start.canvases:  # training changes nothing of them
+        return start
     start = replace(start, draft_length=length if objective == "tidar" else None, text_attention="block_causal")
     if objective == "mdlm":
         return replace(start, block_length=None, prompt_attention="bidirectional")
@@ -708,7 +719,7 @@ def load_student(run: Run, base: DiffusionLM) -> tuple[DiffusionLM, Any]:
 
         adapters.keys(run.student)  # where there are no safetensors PEFT would look for a pickle
         peft_model = PeftModel.from_pretrained(base.hf, run.student)
-        facts = replace(base.facts, text_attention="block_causal")
+        facts = base.facts if base.facts.canvases else replace(base.facts, text_attention="block_causal")
         return type(base)(peft_model.get_base_model(), facts, base.family).eval(), peft_model.eval()
     return _load_saved(run), None
 
@@ -761,8 +772,15 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     own = run.decode_config()
 
     drafting = _drafting(run, teacher, student, teacher_weights) if r.train.objective == "tidar" else {}
+    if teacher.redecides:
+        naive, own = run.sampler("teacher"), run.sampler("student")
+        assert own.entropy_bound is not None
+        tau = own.entropy_bound
+        thresholds = sorted({*e.entropy_bounds, tau})
 
     def methods(name: str) -> list[Method]:
+        if teacher.redecides and name in REDECIDING_METHODS:
+            return _redeciding(name, naive, own, thresholds, cut_steps, (teacher, teacher_weights), student)
         if name == "teacher":
             return [Method(name, None, naive, teacher, teacher_weights)]
         if name in ("teacher_threshold", "teacher_threshold_stop"):
@@ -816,6 +834,9 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     cut_steps = set(e.truncated_steps)
     if at_tau:
         truncated = max(naive.blocks + (teacher.facts.block_origin == "zero"), round(mean(row.steps for row in at_tau[0].rows)))
+        if teacher.redecides:  # steps of a block, of which an answer has as many as it has commits
+            rows = at_tau[0].rows
+            truncated = max(1, round(sum(row.steps for row in rows) / sum(row.commit_forwards for row in rows)))
         cut_steps |= {truncated}
     rest = [m for name in e.methods if name not in ("student", "teacher") for m in methods(name)]
     measured += run_methods(rest, examples, tokenizer, e.batch_size, run.say)
@@ -862,6 +883,24 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     if folder is None:
         run._sound.add("evaluate")
     return found
+
+
+def _redeciding(
+    name: str, sampler: DecodeConfig, own: DecodeConfig, bounds: list[float], cut_steps: set[int], teacher: tuple[DiffusionLM, Any],
+    student: DiffusionLM,
+) -> list[Any]:
+    """Methods of a model that decides every slot at every step; see evaluate/run.py. sampler, own: the teacher's and the student's."""
+    from cdlm.evaluate.assisted import DiffusionGenerateConfig
+    from cdlm.evaluate.run import Method
+
+    if name == "teacher":
+        return [Method(name, None, sampler, *teacher, title="teacher, its own sampler")]
+    if name == "teacher_truncated":
+        cut = "teacher, its own sampler cut to few steps a block"
+        return [Method(name, s, replace(sampler, max_denoising_steps=int(s)), *teacher, title=cut) for s in sorted(cut_steps)]
+    if name == "transformers_generate":
+        return [Method(name, None, DiffusionGenerateConfig(sampler), *teacher)]
+    return [Method(name, b, replace(own, entropy_bound=b), student, contextlib.nullcontext, "student, its own sampler") for b in bounds]
 
 
 def _shape(config: Any) -> roofline.Shape:
@@ -930,7 +969,10 @@ def _spread(examples: list[data.Example], count: int) -> list[data.Example]:
 
 
 def export(run: Run) -> None:
-    """The folder for users: stock architecture, adapter merged, decoder and card beside the weights; the adapter alone in adapter/."""
+    """The folder for users: stock architecture, adapter merged, decoder and card beside the weights; the adapter alone in adapter/.
+
+    Where an adapter can't be merged the folder is the adapter, and why is said.
+    """
     from cdlm import hub
     from cdlm.evaluate import report
 
@@ -940,7 +982,7 @@ def export(run: Run) -> None:
         base = run.load_teacher()
         student, peft_model = load_student(run, base)
         tokenizer = run.tokenizer(base.facts)
-        if peft_model is not None:
+        if peft_model is not None and base.unmergeable is None:
             probe = run.examples(tokenizer, "test", 1)[0]
             ids = torch.tensor([probe.prompt_ids + probe.answer_ids], device=base.device)
             student = type(base)(hub.merge_lora(peft_model, ids), base.facts, base.family)
@@ -949,6 +991,11 @@ def export(run: Run) -> None:
     else:
         student = _load_saved(run)
         tokenizer, facts, threshold = run.tokenizer(student.facts), student.facts, None
+    decoding = None
+    if student.redecides:
+        sampler = run.sampler("student" if r.train.objective in OF_A_MODEL else "teacher")
+        decoding = {name: getattr(sampler, name) for name in student.own_decoding}
+        threshold = sampler.entropy_bound if r.train.objective in OF_A_MODEL else None  # the parameter of its row
     report_file = run.out / "report.json"
     run.require_sound("evaluate")
     found = read_json(report_file)
@@ -959,28 +1006,33 @@ def export(run: Run) -> None:
         return hub.card(
             r.name, report=found, base_model=base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
             decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
-            lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None,
-            objective=r.train.objective, **kind,
+            lines=report.summary_lines(found["summary"]), threshold=threshold, objective=r.train.objective, sampler=decoding, **kind,
         )
 
     results = adapter = None
     if r.export.benchmark is not None:
         measured_on = time.strftime("%Y-%m-%d", time.gmtime(report_file.stat().st_mtime))
-        results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on, r.train.objective)
+        results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on, r.train.objective, student.redecides)
     if peft_model is not None and threshold is not None:
         adapter = files.partial_of(run.out / "adapter")
-        stock = student.family == "native" and student.masks_suffice
+        stock = not student.redecides and student.family == "native" and student.masks_suffice
         hub.save_adapter(
             run.student, tokenizer, adapter, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
-            confidence_threshold=threshold,
+            decoding=decoding or {"confidence_threshold": threshold},
             card=card(adapter=True, stock=stock), eval_results=results, with_decoder=stock,
         )
     if r.export.dtype is not None:
         student.hf.to(families.DTYPES[r.export.dtype])
     (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced
     files.write_json(run.out / "export.request.json", request_of(run, "export"))
+    if adapter is not None and student.unmergeable is not None:
+        run.say(f"export: the folder is the adapter alone, not merged: {student.unmergeable}")
+        hub.put(adapter, run.exported)
+        return
     hub.save(
-        student, tokenizer, run.exported, facts=facts, max_new_tokens=budget, confidence_threshold=threshold,
+        student, tokenizer, run.exported, facts=facts, max_new_tokens=budget,
+        decoding=decoding or ({} if threshold is None else {"confidence_threshold": threshold}),
+        with_decoder=threshold is not None and decoding is None,
         card=card(stock=student.masks_suffice),
         eval_results=results, adapter=adapter,
     )

@@ -304,7 +304,7 @@ def _decode_batch(
         final = out.filled_BM[:, :width].cpu()
         for row, (number, example) in enumerate(part):
             last = last_slot(model.facts.block_origin, len(example.prompt_ids), student.max_new_tokens, student.block_length)
-            final[row, last:] = model.facts.mask_token_id
+            final[row, last:] = model.facts.mask_id
             for stored, nothing in ((recorder.step, -1), (recorder.confidence, 0), (recorder.hidden, 0)):
                 stored[row, last:] = nothing
             within = final[row, : min(last, student.max_new_tokens, out.decoded_tokens[row])].tolist()

@@ -136,7 +136,6 @@ def test_facts_of_a_checkpoint():
     assert families.find(config) is diffusion_gemma
     wanted = Facts(
         mask_token_id=None, eos_token_ids=(1, 106, 50), pad_token_id=0, block_length=256, noise="uniform", prompt_attention="causal",
-        text_attention="causal",
     )
     assert diffusion_gemma.facts({**config, "eos_token_id": [1, 106, 50]}) == wanted
     assert diffusion_gemma.facts(config).eos_token_ids == (1,)

@@ -197,7 +197,7 @@ def test_the_card_says_what_was_measured(done):
 def test_a_card_without_a_report_says_so():
     card = hub.card(
         "m", report=None, base_model=None, license="mit", tags=[], datasets=[],
-        decode={"block_length": 8, "max_new_tokens": 16, "confidence_threshold": 0.9}, table="", lines=[],
+        decode={"block_length": 8, "max_new_tokens": 16, "confidence_threshold": 0.9}, table="", lines=[], threshold=0.9,
     )
     front = yaml.safe_load(card.split("---\n")[1])
     assert "model-index" not in front and "base_model" not in front
@@ -255,7 +255,10 @@ FACTS = Facts(mask_token_id=1, eos_token_ids=(2,), pad_token_id=0, block_length=
 
 
 def save(folder, model, tokenizer, threshold: float | None = 0.7, card: str = "card", facts: Facts = FACTS):
-    hub.save(model, tokenizer, folder, facts=facts, max_new_tokens=16, confidence_threshold=threshold, card=card)
+    decoding = {} if threshold is None else {"confidence_threshold": threshold}
+    hub.save(
+        model, tokenizer, folder, facts=facts, max_new_tokens=16, decoding=decoding, card=card, with_decoder=threshold is not None
+    )
 
 
 def test_save_replaces_an_old_folder_whole_and_leaves_nothing_beside_it(tmp_path, tokenizer):

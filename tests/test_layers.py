@@ -232,3 +232,37 @@ def test_an_import_that_is_not_light_is_heard(tmp_path):
     run = [sys.executable, "-c", LIGHT, "loud", ",".join(NOT_ON_IMPORT)]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.stdout.strip() == "asked: ['triton']", done.stderr
+
+
+def asks_which_noise(tree: ast.AST) -> list[int]:
+    """Lines that ask a model's facts for the name of its noise, or compare one. What a process object offers may be asked."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "noise" and ast.unparse(node.value).split(".")[-1].endswith("facts"):
+            found.append(node.lineno)
+        if isinstance(node, ast.Compare):
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            if any(side.split(".")[-1] == "noise" or side.endswith(("['noise']", "get('noise')")) for side in sides):
+                found.append(node.lineno)
+        if isinstance(node, ast.Constant) and node.value == "absorbing":
+            found.append(node.lineno)
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[-1] in ("Absorbing", "Uniform"):
+            found.append(getattr(node, "lineno", 0))
+    return found
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if FLOOR.get(room(module_name(f)), 9) > 2], ids=module_name)
+def test_nothing_above_the_families_asks_which_noise_it_is(file):
+    assert asks_which_noise(parse(file)) == []
+
+
+@pytest.mark.parametrize("text", [
+    "model.facts.noise", "if facts.noise == 'uniform': ...", "noise != 'uniform'", "config['noise'] == x", "x = 'absorbing'",
+    "isinstance(process, noise.Uniform)", "type(p) is Absorbing",
+])  # fmt: skip
+def test_a_question_for_the_noise_is_found(text):
+    assert asks_which_noise(ast.parse(text))
+
+
+def test_a_process_may_be_asked_what_it_does():
+    assert asks_which_noise(ast.parse("model.noise.corrupt(x)\nif model.noise.marked: ...\nobjective == 'uniform'")) == []

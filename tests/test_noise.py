@@ -80,3 +80,56 @@ def test_noise_level_stays_within_its_bounds():
     level = noise.noise_level(uniform, cap=0.6, floor=0.02)
     assert float(level.min()) == pytest.approx(0.02) and float(level.max()) == pytest.approx(0.6)
     assert float(level.min()) >= 0.02 - 1e-9 and float(level.max()) <= 0.6 + 1e-6
+
+
+# processes
+
+
+def test_uniform_noise_by_hand():
+    """V = 10. Level 0.5: u 0.4 and 0.49 become noise, floor(10 v) = 3 and 7; 0.5 and 0.9 stay; where nothing may change, nothing does.
+    7 stood there before: the clean token may be drawn, and is noise all the same."""
+    ids, where = torch.tensor([[5, 7, 6, 8, 9]]), torch.tensor([[True, True, True, True, False]])
+    uniform, token = torch.tensor([[0.4, 0.49, 0.5, 0.9, 0.0]]), torch.tensor([[0.3, 0.75, 0.1, 0.1, 0.1]])
+    noisy, noisy_at = noise.Uniform(10).corrupt(ids, torch.tensor([0.5]), where, uniform, token)
+    assert noisy.tolist() == [[3, 7, 6, 8, 9]] and noisy_at.tolist() == [[True, True, False, False, False]]
+    ones = torch.full((1, 5), 1 - 2**-24)
+    assert noise.Uniform(10).corrupt(ids, torch.tensor([1.0]), where, uniform, ones)[0].tolist() == [[9, 9, 9, 9, 9]]
+    with pytest.raises(ValueError, match="uniform noise puts random tokens: give token_BL"):
+        noise.Uniform(10).corrupt(ids, torch.tensor([0.5]), where, uniform)
+
+
+def test_absorbing_noise_is_mask_tokens():
+    ids, where, level = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.bool), torch.tensor([0.5])
+    uniform = torch.tensor([[0.1, 0.6, 0.4]])
+    found, wanted = noise.Absorbing(MASK).corrupt(ids, level, where, uniform), noise.mask_tokens(ids, level, where, MASK, uniform)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert noise.Absorbing(MASK).blank(2, noise.Draws(3), [0, 2]).tolist() == [[MASK, MASK]] * 2
+
+
+def test_a_process_by_its_name():
+    assert noise.process("absorbing", 3, 10) == noise.Absorbing(3) and noise.process("absorbing", 3, 10).marked
+    assert noise.process("uniform", None, 10) == noise.Uniform(10) and not noise.process("uniform", None, 10).marked
+    with pytest.raises(ValueError, match="noise is 'gaussian'; allowed: absorbing, uniform"):
+        noise.process("gaussian", None, 10)
+
+
+def test_rows_with_seeds_draw_alone_and_without_all_together():
+    probability = torch.tensor([[[0.2, 0.0, 0.8], [0.0, 1.0, 0.0]]] * 3)
+    whole, one = noise.Draws(3, seeds=[4, 5, 6]), noise.Draws(1, seeds=[5])
+    assert torch.equal(whole.tokens(4, 50, [0, 1, 2])[1], one.tokens(4, 50, [0])[0])
+    assert torch.equal(whole.choice(probability, [0, 1, 2])[1], one.choice(probability[1:2], [0])[0])
+    assert not whole.together
+    together = noise.Draws(3)
+    torch.manual_seed(3)
+    found = together.tokens(4, 50, [0, 1, 2]), together.choice(probability, [0, 1, 2])
+    torch.manual_seed(3)
+    assert torch.equal(found[0], torch.randint(0, 50, (3, 4))) and together.together
+    assert torch.equal(found[1], torch.multinomial(probability.flatten(0, 1), 1).view(3, 2))
+    with pytest.raises(ValueError, match="2 seeds for 3 rows; give one for each row"):
+        noise.Draws(3, seeds=[1, 2])
+
+
+def test_a_choice_has_the_probabilities_it_is_given():
+    """2,000 slots of one row: a token of probability 0.3 within 4 standard deviations (0.041), one of 0 never."""
+    found = noise.Draws(1, seeds=[0]).choice(torch.tensor([0.3, 0.0, 0.7]).expand(1, 2000, 3), [0])
+    assert abs(float((found == 0).float().mean()) - 0.3) < 0.041 and not (found == 1).any()

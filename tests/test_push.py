@@ -605,13 +605,13 @@ def test_an_adapter_on_a_base_in_its_familys_own_format(server, tmp_path, tokeni
     peft_model.save_pretrained(tmp_path / "student")
     decode = {"max_new_tokens": 8, "block_length": 4, "confidence_threshold": 0.5}
     card = hub.card(
-        "m", report=None, base_model="someone/llada", license="mit", tags=[], datasets=[], decode=decode, table="", lines=[], adapter=True,
-        stock=False,
+        "m", report=None, base_model="someone/llada", license="mit", tags=[], datasets=[], decode=decode, table="", lines=[], threshold=0.5,
+        adapter=True, stock=False,
     )
     hub.save_adapter(
         tmp_path / "student", tokenizer, tmp_path / "adapter", base_model="someone/llada", family="llada",
         facts=replace(facts, block_length=4),
-        max_new_tokens=8, confidence_threshold=0.5, card=card, with_decoder=False,
+        max_new_tokens=8, decoding={"confidence_threshold": 0.5}, card=card, with_decoder=False,
     )
     shipment = hub.pack(tmp_path / "adapter", "me/adapter")
     files = {name: data if isinstance(data, bytes) else data.read_bytes() for name, data in shipment.files.items()}

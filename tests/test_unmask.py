@@ -194,3 +194,33 @@ def test_entropy_bound_reveals_open_slots_and_at_least_one(block, bound):
 def test_a_bound_out_of_range_is_refused(make, value, named):
     with pytest.raises(ValueError, match=named):
         make(value)
+
+
+# where every step decides every slot
+
+
+def test_the_temperature_falls_from_t_max_to_one_step_above_t_min():
+    """4 steps from 0.8 to 0.4: 0.4 + 0.4 n / 4 with n = 4, 3, 2, 1 steps left."""
+    found = [float(unmask.temperature(step, 4, 0.4, 0.8)) for step in range(4)]
+    assert found == pytest.approx([0.8, 0.7, 0.6, 0.5])
+    assert unmask.temperature(1, 3, 0.4, 0.8).dtype == torch.float32
+
+
+def test_what_is_not_accepted_becomes_noise():
+    accept = torch.tensor([[True, False, True]])
+    assert unmask.renoise(torch.tensor([[5, 6, 7]]), accept, torch.tensor([[1, 2, 3]])).tolist() == [[5, 2, 7]]
+
+
+@pytest.mark.parametrize("stability, wanted", [
+    (0, [[True, True, False], [True, True, False], [True, False, True], [True, True, True]]),
+    (1, [[False, False, False], [True, True, False], [True, False, True], [True, False, True]]),
+    (2, [[False, False, False], [False, False, False], [True, False, True], [True, False, True]]),
+])  # fmt: skip
+def test_a_row_is_done_when_stable_and_sure(stability, wanted):
+    """Row 0 never changes and is always sure; row 1 is unsure at the third step (mean 0.3) and changes at the fourth; row 2 never changes
+    and is sure (mean below 0.25) from the third step on."""
+    best = [[[1, 2], [3, 4], [5, 6]]] * 3 + [[[1, 2], [3, 9], [5, 6]]]
+    entropy = [[[0.1, 0.1], [0.2, 0.2], [0.5, 0.1]]] * 2 + [[[0.1, 0.1], [0.5, 0.1], [0.2, 0.2]], [[0.1, 0.1], [0.1, 0.1], [0.0, 0.4]]]
+    settled = unmask.Settled(stability, 0.25)
+    found = [settled(torch.tensor(b), torch.tensor(e)).tolist() for b, e in zip(best, entropy, strict=True)]
+    assert found == wanted

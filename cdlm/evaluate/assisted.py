@@ -1,6 +1,6 @@
-"""transformers' own generation as a method: greedy, with prompt lookup, or with a smaller model that drafts.
+"""transformers' own generation as a method: greedy, with prompt lookup, with a smaller model that drafts, or of a diffusion model.
 
-These are the speculative decodings that a user of an autoregressive model has at hand. Knows `generate`; knows no report and no clock.
+These are the decodings that a user of such a model has at hand. Knows `generate`; knows no report and no clock.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cdlm import attention
+from cdlm.decode import DecodeConfig, Decoded
 from cdlm.families.base import DiffusionLM
 from cdlm.speculate import Speculated, Verified
 
@@ -114,3 +115,56 @@ def generate(
             queries.append(sum(seen[1:]) if len(rows) == 1 else tokens[-1] - 1)
     steps = [count - 1 for count in forwards] if drafting else list(forwards)
     return Speculated(ids_BN, steps, [1] * len(tokens), forwards, queries, tokens, [], stop)
+
+
+@dataclass(frozen=True)
+class DiffusionGenerateConfig:
+    """The `generate` that transformers has for a diffusion model, with the values of `sampler`."""
+
+    sampler: DecodeConfig
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.sampler.max_new_tokens
+
+    @property
+    def stop_at_eos(self) -> bool:
+        return self.sampler.stop_at_eos
+
+    @property
+    def draws(self) -> bool:
+        return self.sampler.draws
+
+
+@torch.no_grad()
+def diffusion_generate(
+    model: DiffusionLM, prompt_BP: Tensor, valid_BP: Tensor, config: DiffusionGenerateConfig, seed: int,
+    callback: Callable[[Verified], None] | None = None,
+) -> Decoded:
+    """Answers of a batch, whose rows draw together from torch's generator at `seed` (it is put back as it was). Commits are a forward
+    each, as many as a row had blocks. callback: called after each block."""
+
+    def after_block(number: int) -> None:
+        if callback is not None:
+            rows = torch.arange(len(prompt_BP))
+            callback(Verified(number, rows, prompt_BP[:, :0], torch.zeros_like(rows)))
+
+    values = {name: getattr(config.sampler, name) for name in model.own_decoding}
+    devices = [prompt_BP.device] if prompt_BP.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        found_BN, steps = model.own_generate(
+            prompt_BP, valid_BP, config.max_new_tokens, values, stop_at_eos=config.stop_at_eos, after_block=after_block
+        )
+    ids_BN = prompt_BP.new_full((len(prompt_BP), config.max_new_tokens), model.facts.pad_token_id)
+    ids_BN[:, : found_BN.shape[1]] = found_BN
+    ends_BN = torch.isin(ids_BN, torch.tensor(model.facts.eos_token_ids, device=ids_BN.device))
+    tokens, stop = [], []
+    for row, ends in enumerate(ends_BN.tolist()):
+        tokens.append(ends.index(True) + 1 if True in ends else config.max_new_tokens)
+        stop.append("eos" if True in ends else "length")
+        ids_BN[row, tokens[-1] :] = model.facts.pad_token_id
+    block = config.sampler.block_length
+    blocks = [-(-(count if config.stop_at_eos else config.max_new_tokens) // block) for count in tokens]
+    forwards = [s + c for s, c in zip(steps, blocks, strict=True)]
+    return Decoded(ids_BN, ids_BN, steps, blocks, forwards, tokens, [count * block for count in blocks], stop)

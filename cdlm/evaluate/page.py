@@ -99,7 +99,8 @@ def _title(method: str) -> str:
 def _pareto(report: dict[str, Any]) -> str:
     tasks = ["all", *sorted({row["task"] for row in report["results"]} - {"all"})]
     methods = list(dict.fromkeys(row["method"] for row in report["results"]))
-    legend = "".join(f"<span>{svg.swatch(_number(m))}{escape(_title(m))}</span>" for m in methods)
+    titles = {row["method"]: tables.title(row) for row in report["results"]}
+    legend = "".join(f"<span>{svg.swatch(_number(m))}{escape(titles[m])}</span>" for m in methods)
     figures = []
     for task in tasks:
         series = []
@@ -109,8 +110,8 @@ def _pareto(report: dict[str, Any]) -> str:
                 if row["task"] == task and row["method"] == method and row["steps"] and row["accuracy"] is not None
             ]
             rows.sort(key=lambda row: row["steps"])
-            notes = [f"{_title(method)}{_at(row['parameter'])}: {row['accuracy']:.1%} in {row['steps']:.1f} steps" for row in rows]
-            series.append(svg.Series(_title(method), _number(method), [(row["steps"], 100 * row["accuracy"]) for row in rows], notes))
+            notes = [f"{titles[method]}{_at(row['parameter'])}: {row['accuracy']:.1%} in {row['steps']:.1f} steps" for row in rows]
+            series.append(svg.Series(titles[method], _number(method), [(row["steps"], 100 * row["accuracy"]) for row in rows], notes))
         if any(one.points for one in series):
             least = min(accuracy for one in series for _, accuracy in one.points)
             bottom = max(-2, 10 * (min(least, 80) // 10) - 2)
@@ -147,7 +148,7 @@ def _latency(report: dict[str, Any]) -> str:
             times += f" ({faster['low']:.1f} to {faster['high']:.1f})" if faster and faster["low"] is not None else ""
             times = ", the base" if row["method"] == row["base"] else times
             text = f"{row['median_s']:.4f} s{times}"
-            bars.append(svg.Bar(_title(row["method"]), _number(row["method"]), row["p10_s"], row["median_s"], row["p90_s"], text))
+            bars.append(svg.Bar(tables.title(row), _number(row["method"]), row["p10_s"], row["median_s"], row["p90_s"], text))
         out.append(f"<h3>batch {size}</h3>{svg.bars(bars, x='seconds a call: median, and p10 to p90')}")
     base = escape(_title(rows[0]["base"]))
     out.append(

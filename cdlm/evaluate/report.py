@@ -44,6 +44,7 @@ TITLES = {
     "autoregressive": "autoregressive, greedy",
     "autoregressive_model": "autoregressive model, stock generate",
     "student_sequential": "student, 1 token a step",
+    "transformers_generate": "teacher, transformers' own generate",
     "student": "student, cached",
     "student_uncached": "student, uncached",
     "student_autoregressive": "trained, autoregressive",
@@ -178,10 +179,15 @@ def _text(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
+def title(row: dict[str, Any]) -> str:
+    """What a row's method is called."""
+    return row.get("title") or TITLES.get(row["method"], row["method"])
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     latency = row["latency_s"] or {"median": None, "p90": None}
     return [
-        TITLES.get(row["method"], row["method"]), _text(row["parameter"], "g"), _text(row["accuracy"], ".1%"), _text(row["steps"], ".1f"),
+        title(row), _text(row["parameter"], "g"), _text(row["accuracy"], ".1%"), _text(row["steps"], ".1f"),
         _text(row["commit_forwards"], ".1f"), _text(row["forwards"], ".1f"), _text(row["output_tokens"], ".1f"), _text(row["tpf"], ".2f"),
         _text(latency["median"], ".4f"), _text(latency["p90"], ".4f"), _text(row["tps"], ".0f"), str(row["latency_n"] or ""), str(row["n"]),
     ]  # fmt: skip
@@ -198,7 +204,7 @@ def latency_table(rows: list[dict[str, Any]]) -> list[list[str]]:
     for row in rows:
         faster, peak = row["ratio"], row["peak_memory_bytes"] / 2**20
         out.append([
-            TITLES.get(row["method"], row["method"]), _text(row["parameter"], "g"), str(row["batch"]), f"{row['p10_s']:.4f}",
+            title(row), _text(row["parameter"], "g"), str(row["batch"]), f"{row['p10_s']:.4f}",
             f"{row['median_s']:.4f}", f"{row['p90_s']:.4f}", f"{faster['value']:.2f}" if faster else "",
             f"{faster['low']:.2f} to {faster['high']:.2f}" if faster and faster["low"] is not None else "", f"{row['first_block_s']:.4f}",
             _text(row["per_token_s"], ".5f"), _text(row["tps"], ".0f"), f"{peak:.0f}", str(row["calls"]),

@@ -25,6 +25,13 @@ transformers_greedy    transformers' own greedy generation of the model that tid
 prompt_lookup          the same, assisted by what followed the last tokens earlier in the text
 assisted               the same, assisted by a smaller autoregressive model
 
+Of a model that decides every slot at every step (it has no other of these, but autoregressive_model):
+teacher                its own adaptive sampler, which stops after the block with the end token
+teacher_truncated      the same, cut to a number of steps a block
+transformers_generate  transformers' own `generate` of the teacher, with the same values
+student                the student, by its own sampler; swept: entropy bound
+Random numbers come from a seed of each question, for all methods the same.
+
 A latency's protocol is in clock.py. Shapes: B rows, P prompt tokens.
 """
 
@@ -39,7 +46,7 @@ from torch import Tensor
 
 from cdlm import data
 from cdlm.decode import DecodeConfig, Decoded, NotFinite, Step, decode
-from cdlm.evaluate.assisted import GenerateConfig, generate
+from cdlm.evaluate.assisted import DiffusionGenerateConfig, GenerateConfig, diffusion_generate, generate
 from cdlm.evaluate.clock import FEWEST, FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
 from cdlm.families.base import DiffusionLM
 from cdlm.speculate import SpeculateConfig, Speculated, Verified, speculate
@@ -51,14 +58,16 @@ BASES = ("teacher", "autoregressive")  # what a latency ratio is against: the fi
 class Method:
     """A name, its swept parameter (a threshold or a number of steps, None where nothing is swept), and how it decodes.
 
-    weights puts the right weights in place: the adapter off for the teacher where both share one base.
+    weights puts the right weights in place: the adapter off for the teacher where both share one base. title: what tables call it, where
+    that is not what they call every method of this name.
     """
 
     name: str
     parameter: float | None
-    config: DecodeConfig | SpeculateConfig | GenerateConfig
+    config: DecodeConfig | SpeculateConfig | GenerateConfig | DiffusionGenerateConfig
     model: DiffusionLM
     weights: Callable[[], AbstractContextManager[Any]]
+    title: str | None = None
 
     @property
     def label(self) -> str:
@@ -118,22 +127,30 @@ class Measured:
 
 
 def answers(
-    method: Method, prompt_BP: Tensor, valid_BP: Tensor, callback: Callable[[Any], None] | None = None
+    method: Method, prompt_BP: Tensor, valid_BP: Tensor, seeds: list[int], callback: Callable[[Any], None] | None = None
 ) -> Decoded | Speculated:
-    """A method's answers, by the decoder that its config is of. callback: a decoder's own, see there."""
+    """A method's answers, by the decoder that its config is of. callback: a decoder's own, see there. seeds: one a row, for what draws."""
     if isinstance(method.config, SpeculateConfig):
         return speculate(method.model, prompt_BP, valid_BP, method.config, callback=callback)
     if isinstance(method.config, GenerateConfig):
         return generate(method.model, prompt_BP, valid_BP, method.config, callback)
-    return decode(method.model, prompt_BP, valid_BP, method.config, callback=callback)
+    if isinstance(method.config, DiffusionGenerateConfig):
+        return diffusion_generate(method.model, prompt_BP, valid_BP, method.config, seeds[0], callback)
+    return decode(method.model, prompt_BP, valid_BP, method.config, callback=callback, seeds=seeds if method.config.draws else None)
+
+
+def seeds_of(examples: Iterable[data.Example]) -> list[int]:
+    """A seed for each question, which is the same in every run and for every method."""
+    return [data.sample_seed(example.index) for example in examples]
 
 
 def first_tokens(method: Method, prompt_tokens: int) -> int:
     """Output tokens of the first block: the rest of one that begins inside a prompt, a whole one, or the first token of a text that is
     written from left to right."""
-    if not isinstance(method.config, DecodeConfig):
+    config = method.config.sampler if isinstance(method.config, DiffusionGenerateConfig) else method.config
+    if not isinstance(config, DecodeConfig):
         return 1
-    block = method.config.block_length
+    block = config.block_length
     return block - (prompt_tokens % block if method.model.facts.block_origin == "zero" else 0)
 
 
@@ -141,7 +158,7 @@ def _decode(method: Method, examples: list[data.Example]) -> Decoded | Speculate
     prompt, valid = data.pad_left([example.prompt_ids for example in examples], method.model.facts.pad_token_id)
     device = method.model.device
     with method.weights():
-        return answers(method, prompt.to(device), valid.to(device))
+        return answers(method, prompt.to(device), valid.to(device), seeds_of(examples))
 
 
 def score(method: Method, examples: list[data.Example], tokenizer, batch_size: int) -> list[Row]:
@@ -201,7 +218,7 @@ def _timed(method: Method, examples: list[data.Example], places: tuple[int, ...]
 
     def call() -> Decoded | Speculated:
         notes.append(FirstBlock(model.device))
-        return answers(method, prompt, valid, notes[0])
+        return answers(method, prompt, valid, seeds_of(batch), notes[0])
 
     with method.weights():
         spent, out = seconds(call, model.device)
@@ -215,10 +232,12 @@ def _timed(method: Method, examples: list[data.Example], places: tuple[int, ...]
 
 
 class _Reveals:
-    """Decoding callback for one row: the step that revealed each answer slot, counted from 1; 0 where none has."""
+    """Decoding callback for one row: the step that revealed each answer slot, counted from 1; 0 where none has. Where every step decides
+    every slot, the last one that gave it another token than it had."""
 
-    def __init__(self, slots: int):
-        self.step, self.taken, self.written = [0] * slots, 0, 0
+    def __init__(self, slots: int, redecides: bool = False):
+        self.step, self.taken, self.written, self.redecides = [0] * slots, 0, 0, redecides
+        self.before: dict[int, int] = {}  # token of each slot after the step before
 
     def __call__(self, step: Step | Verified) -> None:
         self.taken += 1
@@ -226,6 +245,12 @@ class _Reveals:
             count = int(step.count_A[0])
             self.step[self.written : self.written + count] = [self.taken] * len(self.step[self.written : self.written + count])
             self.written += count
+            return
+        if self.redecides:
+            now = {int(step.first_slot_A[0]) + place: token for place, token in enumerate(step.output_AS[0].tolist())}
+            for slot in (slot for slot, token in now.items() if self.before.get(slot) != token and slot < len(self.step)):
+                self.step[slot] = self.taken
+            self.before |= now
             return
         for place in step.reveal_AS[0].nonzero()[:, 0].tolist():
             slot = int(step.first_slot_A[0]) + place
@@ -236,11 +261,11 @@ class _Reveals:
 def reveals(method: Method, example: data.Example, tokenizer) -> dict[str, Any]:
     """One decoding of one question, token by token with the step that revealed each; tokens run up to and with the end
     token, which is shown as ∎."""
-    seen = _Reveals(method.config.max_new_tokens)
+    seen = _Reveals(method.config.max_new_tokens, isinstance(method.config, DecodeConfig) and method.config.redecides)
     prompt, valid = data.pad_left([example.prompt_ids], method.model.facts.pad_token_id)
     device = method.model.device
     with method.weights():
-        out = answers(method, prompt.to(device), valid.to(device), seen)
+        out = answers(method, prompt.to(device), valid.to(device), seeds_of([example]), seen)
     ids, ends = out.ids_BN[0, : out.output_tokens[0]].tolist(), method.model.facts.eos_token_ids
     text = tokenizer.decode(out.answer(0, ends), skip_special_tokens=False)
     return {
@@ -294,7 +319,12 @@ def result(m: Measured, task: str | None, batch_size: int) -> dict[str, Any]:
         "latency_n": len(times),
         "n": len(rows),
         "stop_at_eos": m.method.config.stop_at_eos,
+        **_titled(m.method),
     }
+
+
+def _titled(method: Method) -> dict[str, str]:
+    return {} if method.title is None else {"title": method.title}
 
 
 def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:

@@ -60,6 +60,8 @@ def put_on(base: DiffusionLM, folder: Path, file: Path | None) -> DiffusionLM:
     placed = sum("lora_" in name for name, _ in base.hf.named_parameters())
     if placed != count:
         raise ValueError(f"the adapter {folder} has {count} tensors, its base has room for {placed}: not the base of this adapter")
+    if base.own_decoding and set(base.own_decoding) <= set(stated):
+        base.state_decoding(stated)
     base.hf.generation_config.max_new_tokens = stated.get("max_new_tokens", base.hf.generation_config.max_new_tokens)
     return type(base)(base.hf, replace(base.facts, block_length=stated.get("block_length", base.facts.block_length)), base.family).eval()
 

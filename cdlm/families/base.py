@@ -5,6 +5,7 @@ one-position shift of AR-initialised models is undone here, in `_align`, and now
 Shapes: B rows, L tokens, C tokens to commit, S slots of a block, D hidden width, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -96,6 +97,11 @@ class Facts:
         return self.block_origin == "zero" or self.noise == "uniform"
 
     @property
+    def canvases(self) -> bool:
+        """Whether blocks are canvases: of one length, which the model has from the start, and decided anew at every step."""
+        return self.noise == "uniform"
+
+    @property
     def unfilled_id(self) -> int:
         """What stands in a slot that was never filled: the mask token, or padding where there is none."""
         return self.pad_token_id if self.mask_token_id is None else self.mask_token_id
@@ -183,6 +189,17 @@ class DiffusionLM(nn.Module):
         """Have the checkpoint say that it decodes so, in what `hf.save_pretrained` writes; values of `decode.DecodeConfig`."""
         if "confidence_threshold" in values:
             self.hf.config.confidence_threshold = values["confidence_threshold"]
+
+    def own_generate(
+        self, prompt_BP: Tensor, valid_BP: Tensor, max_new_tokens: int, values: dict[str, Any], *, stop_at_eos: bool = True,
+        after_block: Callable[[int], None] | None = None,
+    ) -> tuple[Tensor, list[int]]:
+        """What transformers' own `generate` of the checkpoint's class gives: tokens [B, N], padding behind a row's end, and steps of each
+        row. Random numbers are torch's default generator's.
+
+        values: of `decode.DecodeConfig`, as `own_decoding` has them. after_block: called with each block's number when it is done.
+        """
+        raise ValueError(f"transformers has no diffusion decoding of its own for a model of type {self.hf.config.model_type}")
 
     @property
     def vocab(self) -> int:

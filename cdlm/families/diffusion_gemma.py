@@ -16,7 +16,7 @@ Shapes: B rows, P prompt tokens, S or N slots of the canvas, C tokens to commit,
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +43,7 @@ def matches(config: dict[str, Any]) -> bool:
 def stated(config: dict[str, Any]) -> dict[str, Any]:
     """The facts that hold for every model of this type; the length of a block is the canvas's."""
     return {
-        "noise": "uniform", "block_length": config.get("canvas_length", 256), "prompt_attention": "causal", "text_attention": "causal",
+        "noise": "uniform", "block_length": config.get("canvas_length", 256), "prompt_attention": "causal",
     }
 
 
@@ -90,6 +90,7 @@ class DiffusionGemmaLM(DiffusionLM):
 
     objectives = ("uniform", "cdlm")
     redecides = True
+    held_logits = 1 << 23  # of self-conditioning's look in training: 32 MiB in fp32, and as much of their probabilities
     commits_apart = True
     left_alone = r".*(vision_tower|embed_vision).*"
     own_attention = "sdpa"
@@ -115,12 +116,48 @@ class DiffusionGemmaLM(DiffusionLM):
         }
 
     def state_decoding(self, values: dict[str, Any]) -> None:
+        self._state(self.hf.generation_config, values)
+
+    def _state(self, generation: Any, values: dict[str, Any]) -> None:
+        """Values of `decode.DecodeConfig` under transformers' names, in place."""
         from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
-        generation = self.hf.generation_config
         generation.sampler_config = EntropyBoundSamplerConfig(entropy_bound=float(values["entropy_bound"]))
         for name, value in ((THEIR_THRESHOLD, float(values["entropy_threshold"])), *((name, values[name]) for name in SAME_NAMES)):
             setattr(generation, name, value)
+
+    def own_generate(
+        self, prompt_BP: Tensor, valid_BP: Tensor, max_new_tokens: int, values: dict[str, Any], *, stop_at_eos: bool = True,
+        after_block: Callable[[int], None] | None = None,
+    ) -> tuple[Tensor, list[int]]:
+        """As in the base class. transformers gives tokens a forward, from which the steps come, and does not cut its last canvas."""
+        pad, kept = self.facts.pad_token_id, self.hf.generation_config
+        generation = type(kept)(
+            max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=list(self.facts.eos_token_ids) if stop_at_eos else None
+        )
+        self._state(generation, values)
+        encoded = 0
+
+        def note(*_: Any) -> None:
+            nonlocal encoded
+            encoded += 1
+            if after_block is not None and encoded > 1:  # the first encodes the prompt, each other one a finished canvas
+                after_block(encoded - 2)
+
+        hook = self.hf.model.encoder.register_forward_hook(note)
+        self.hf.generation_config = generation  # generate takes from there what a given one leaves open, end tokens too
+        try:
+            out = self.hf.generate(input_ids=prompt_BP, attention_mask=valid_BP.long())
+        finally:
+            self.hf.generation_config = kept
+            hook.remove()
+        if after_block is not None:
+            after_block(encoded - 1)
+        ids_BN = out.sequences[:, prompt_BP.shape[1] :]
+        steps = (ids_BN != pad).sum(dim=1) / out.tokens_per_forward
+        if not bool(steps.isfinite().all()):
+            raise ValueError(f"{NAME}: a row of padding alone; transformers says nothing of its steps")
+        return ids_BN[:, :max_new_tokens], steps.round().long().tolist()
 
     @property
     def unmergeable(self) -> str | None:
@@ -231,10 +268,10 @@ class DiffusionGemmaLM(DiffusionLM):
         with self._told_embedding(soft_BSD):
             return self._shifted(row_BLD), refine()
 
-    def _mean_embedding(self, row_BSD: Tensor, values: int = 1 << 23) -> Tensor:
-        """The mean embedding under each row's probabilities, [B, S, D], with at most `values` logits held at a time."""
+    def _mean_embedding(self, row_BSD: Tensor) -> Tensor:
+        """The mean embedding under each row's probabilities, [B, S, D], with at most `held_logits` logits held at a time."""
         table = self.hf.model.decoder.embed_tokens
-        parts = row_BSD.flatten(0, 1).split(max(1, values // table.weight.shape[0]))
+        parts = row_BSD.flatten(0, 1).split(max(1, self.held_logits // table.weight.shape[0]))
         soft = [self.head(part).softmax(dim=-1, dtype=torch.float32).to(table.weight.dtype) @ table.weight for part in parts]
         return (torch.cat(soft) * table.embed_scale.to(table.weight.dtype)).view_as(row_BSD)
 
