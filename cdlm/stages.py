@@ -27,7 +27,7 @@ from cdlm import data, families, files, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.evaluate.report import SUMS as REPORT_SUMS
 from cdlm.families import adapter as adapters
-from cdlm.families import causal, native
+from cdlm.families import causal, checkpoint, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
 from cdlm.recipe import Recipe
@@ -245,6 +245,8 @@ class Run:
         if r.evaluate.autoregressive is not None:
             self._other()
         model = convert.skeleton(self._stock(config, place))
+        if r.scratch is None and isinstance(place, Path) and everything:
+            checkpoint.Files(place)  # weights that can't be read are refused now
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         origin = facts.block_origin if facts is not None else "prompt_end"
