@@ -231,8 +231,15 @@ def _checked(run, first: str) -> Iterator[None]:
         run.check_inputs()
         if not there:
             run.out.mkdir(parents=True, exist_ok=True)
+            held.callback(_leave_if_empty, run.out)
             held.enter_context(_alone_in(run.out))
         yield
+
+
+def _leave_if_empty(folder: Path) -> None:
+    """A folder in which nothing was written goes again."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _stages(args: argparse.Namespace) -> int:
@@ -317,10 +324,12 @@ def _check_device(name: str) -> None:
 
 
 def _quiet() -> None:
-    """No progress bars of transformers between our own lines."""
+    """No progress bars and remarks of transformers between our own lines, unless TRANSFORMERS_VERBOSITY asks for them."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
 
 
 def _require(run, stage: str) -> None:

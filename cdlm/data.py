@@ -161,8 +161,11 @@ def stream_rows(path: Path) -> Iterator[dict[str, Any]]:
     elif path.suffix == ".parquet":
         import pyarrow.parquet
 
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
-            yield from batch.to_pylist()
+        try:
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
+                yield from batch.to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path} can't be read as parquet: {error}") from None
     elif path.suffix == ".jsonl":
         yield from _lines(path)
     elif path.suffix == ".json":
@@ -230,7 +233,12 @@ def prompt_ids(tokenizer, prompt: str, *, chat_template: bool, special_tokens: b
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
 
     def rendered(content: str) -> str:
-        return tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+        from jinja2 import TemplateError
+
+        try:
+            return tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the tokenizer's chat template can't be used: {error}") from None
 
     if not plain:
         return tokenizer(rendered(prompt), add_special_tokens=False)["input_ids"]
@@ -307,6 +315,10 @@ def read_examples(
             if not isinstance(text, str):
                 raise ValueError(f"{where} has no text under {key!r}; its columns are {', '.join(map(str, row))}")
         question, reference = str(texts[0]), str(texts[1])
+        try:
+            (question + reference).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} holds text that is no Unicode: {error.object[error.start]!r} is half a character") from None
         prompt = prompt_ids(tokenizer, question, chat_template=chat_template, special_tokens=special_tokens)
         answer = text_ids(tokenizer, reference, special_tokens=special_tokens)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in prompt + answer:

@@ -454,6 +454,7 @@ def likely(logits_ASV: Tensor, top_k: int | None, top_p: float | None, temperatu
         ordered, place = logits_ASV.sort(dim=-1, descending=True)
         probability = (ordered / temperature).softmax(dim=-1)
         beyond = probability.cumsum(dim=-1) - probability >= top_p  # what comes before already adds up to top_p
+        beyond[..., 0] = False  # also where fp32 rounds top_p to 0
         logits_ASV = logits_ASV.masked_fill(torch.zeros_like(beyond).scatter(-1, place, beyond), -torch.inf)
     return logits_ASV
 

@@ -27,7 +27,7 @@ from cdlm import canvases, data, families, files, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.evaluate.report import SUMS as REPORT_SUMS
 from cdlm.families import adapter as adapters
-from cdlm.families import causal, native
+from cdlm.families import causal, checkpoint, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
 from cdlm.recipe import OTHER_MODEL, Collect, Recipe, Sampler
@@ -247,6 +247,8 @@ class Run:
             self._other()
         model = convert.skeleton(self._stock(config, place))
         self._check_objective(model.config)
+        if r.scratch is None and isinstance(place, Path) and everything:
+            checkpoint.Files(place)  # weights that can't be read are refused now
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         filled = r.decode.max_new_tokens if facts is None else slots(facts, r.decode.max_new_tokens, r.decode.block_length)

@@ -38,7 +38,7 @@ LIBRARIES = {
     "files": {"safetensors"}, "terminal": set(),
     "attention": {"torch", "transformers", "triton"}, "cache": {"torch", "transformers"},
     "families": {"torch", "transformers", "huggingface_hub", "safetensors"},
-    "decode": {"torch"}, "speculate": {"torch"}, "data": {"torch", "datasets", "tokenizers", "pyarrow", "huggingface_hub"},
+    "decode": {"torch"}, "speculate": {"torch"}, "data": {"torch", "datasets", "tokenizers", "pyarrow", "huggingface_hub", "jinja2"},
     "exported": {"torch", "transformers"}, "recipe": {"yaml"},
 }  # fmt: skip
 HEAVY = {

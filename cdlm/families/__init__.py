@@ -16,7 +16,7 @@ import torch
 from cdlm import attention as attending
 from cdlm.families import adapter, causal, diffusion_gemma, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, nemotron, sdar, zaya
 from cdlm.families.base import DiffusionLM, Facts
-from cdlm.families.decoder import listed, read_json, stock_tokenizer
+from cdlm.families.decoder import listed, read_json, refuse_foreign_kernels, stock_tokenizer
 from cdlm.families.wrap import CLASSES, wrap
 
 FAMILIES: dict[str, ModuleType] = {
@@ -46,7 +46,9 @@ def read_config(path_or_id: str | Path) -> dict[str, Any]:
         return adapter.overlay(read_config(base), found[1])
     if file is None:
         raise ValueError(f"{path_or_id} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
-    return read_json(file)
+    config = read_json(file)
+    refuse_foreign_kernels(config, path_or_id)
+    return config
 
 
 def _looker(path_or_id: str | Path) -> Callable[[str], Path | None]:

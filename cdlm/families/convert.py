@@ -18,6 +18,7 @@ from torch import Tensor
 from cdlm import files as disk
 from cdlm.families import checkpoint, native
 from cdlm.families.base import DiffusionLM, Facts
+from cdlm.families.decoder import refuse_foreign_kernels
 
 SOURCE = "diffusion_source"
 COPIED = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json", "added_tokens.json")
@@ -65,13 +66,14 @@ def stock_config(config: dict[str, Any]) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    refuse_foreign_kernels(config, "the model")
     values = {key: value for key, value in config.items() if key not in ("transformers_version", "model_type")}
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has model_type {model_type!r}; it names the stock class, as text")
     try:
         return AutoConfig.for_model(model_type, **values)
-    except (TypeError, StrictDataclassError) as error:
+    except (TypeError, ZeroDivisionError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"config.json can't be read as {model_type}: {' '.join(str(error).split())}") from None
 
 

@@ -39,6 +39,26 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
+IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+LOCAL = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+
+
+def refuse_foreign_kernels(config: Any, where: Any) -> None:
+    """A ValueError for a config.json, or a part of one, that names an implementation which transformers would fetch from the Hub: code."""
+    if isinstance(config, list):
+        for part in config:
+            refuse_foreign_kernels(part, where)
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        if key in IMPLEMENTATIONS and value not in LOCAL:
+            raise ValueError(
+                f"{where}: config.json has {key} {value!r}, which may be code of a repository, and is not run; allowed: "
+                f"{', '.join(map(str, LOCAL[1:]))}, or none"
+            )
+        refuse_foreign_kernels(value, where)
+
+
 def listed(value: Any) -> list[int]:
     """End tokens as a list; a ValueError unless they are whole numbers."""
     ends = [] if value is None else value if isinstance(value, list) else [value]
