@@ -207,6 +207,10 @@ class Run:
             return read_json(r.path(r.config)), r.path(r.config)
         return families.read_config(place or r.model_path()), place or r.model_path()
 
+    def redecides(self) -> bool:
+        """Whether the recipe's model decides every slot at every step; from its config.json."""
+        return families.CLASSES.get(str(self._model_config(self.here())[0].get("model_type")), DiffusionLM).redecides
+
     def check_inputs(self, *, everything: bool = True) -> "Inputs":
         """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work.
 
