@@ -773,11 +773,11 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
         ]
 
     measured: list[Measured] = []
+    cut_steps = set(e.truncated_steps)
     truncated: float | None = None
     first = [m for name in ("student", "teacher") if name in e.methods for m in methods(name)]
     measured += run_methods(first, examples, tokenizer, e.batch_size, run.say)
     at_tau = [m for m in measured if m.method.name == "student" and m.method.parameter == tau]
-    cut_steps = set(e.truncated_steps)
     if at_tau:
         truncated = max(naive.blocks + (teacher.facts.block_origin == "zero"), round(mean(row.steps for row in at_tau[0].rows)))
         if teacher.redecides:  # steps of a block, of which an answer has as many as it has commits
