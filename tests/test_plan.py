@@ -102,7 +102,7 @@ def test_a_plan_of_draft_and_verify(name, card, queries, capsys):
 
 
 def test_a_plan_of_a_model_with_canvases(capsys):
-    """25.2B and 3.8B are of layers and tables, counted here layer by layer; all weights are those in bfloat16 and transformers' vision tower.
+    """25.2B and 3.8B are of layers and tables, counted here layer by layer; the weights are those in bfloat16 and a vision tower.
     A step stores 256 slots of 64 values of 2 bytes, 64 ids of 4 and a total of 4; 7,500 canvases take at most 48."""
     lines = dry(capsys, "diffusiongemma-26b-a4b")
     d = 2816
