@@ -249,4 +249,5 @@ class Canvases:
         row["tokens"] = torch.tensor(row["tokens"], dtype=torch.long)
         row["left"] = torch.tensor(row["left"], dtype=torch.long)
         row["temperatures"] = torch.tensor(row["temperatures"], dtype=torch.float32)
-        return CanvasTrajectory(**row, **{name: self._slice(index, name) for name in ("logits", "ids", "total")})
+        row |= {name: self._slice(index, name) for name in ("logits", "ids", "total")}
+        return CanvasTrajectory(**row)

@@ -186,7 +186,7 @@ class TrajectoryStates(_Drawing):
     def __init__(self, trajectories: Stored, model: DiffusionLM, block_length: int, seed: int):
         super().__init__(seed)
         self.trajectories, self.block_length = trajectories, block_length
-        self.mask, self.eos = model.facts.mask_token_id, model.facts.eos_token_ids[0]
+        self.mask, self.eos = model.facts.mask_id, model.facts.eos_token_ids[0]
         self.from_zero = model.facts.block_origin == "zero"
 
     def __len__(self) -> int:
@@ -252,6 +252,7 @@ class CanvasStates(_Drawing):
         start, whole, between, told = below(steps), chance() < self.finish, chance(), chance() < self.self_conditioning
         later = steps if whole or start + 1 == steps else start + 1 + int(between * (steps - 1 - start))
         y, y_star, led = row.state(canvas, start), row.state(canvas, later), row.first(canvas) + later - 1
+        assert y_star.seen_SK is not None and y_star.seen_ids_SK is not None  # it is later than the first
         seen, seen_ids = (y.seen_SK, y.seen_ids_SK) if start else (torch.zeros_like(y_star.seen_SK), torch.zeros_like(y_star.seen_ids_SK))
         answer_tokens = min(len(row.answer_ids) + 1, self.max_new_tokens)  # the end token too, unless the answer was cut
         at = below(-(-answer_tokens // size)) * size
@@ -470,7 +471,7 @@ def _noisy_answer(trainer: CDLMTrainer, batch: dict[str, Tensor], block_length: 
     assert isinstance(args, CDLMConfig)
     level_B = noise.noise_level(batch["level"], trainer._cap(), args.noise_floor)
     everywhere = torch.ones_like(batch["answer"], dtype=torch.bool)
-    noisy_BN, masked_BN = noise.mask_tokens(batch["answer"], level_B, everywhere, model.facts.mask_token_id, batch["uniform"])
+    noisy_BN, masked_BN = noise.mask_tokens(batch["answer"], level_B, everywhere, model.facts.mask_id, batch["uniform"])
     prompt = batch["prompt"].shape[1]
     logits_BNV = model.sequence_logits(*_whole(batch, noisy_BN), block_length)[:, prompt:]
     length_B = torch.full_like(level_B, batch["answer"].shape[1])
@@ -510,12 +511,12 @@ def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
     last_B1 = block_BN.gather(1, batch["length"][:, None] - 1)
     asked_BN = block_BN <= last_B1
     level_BN = noise.noise_level(batch["levels"], trainer._cap(), args.noise_floor).gather(1, block_BN)
-    noisy_BN, masked_BN = noise.mask_tokens(batch["answer"], level_BN, asked_BN, model.facts.mask_token_id, batch["uniform"])
+    noisy_BN, masked_BN = noise.mask_tokens(batch["answer"], level_BN, asked_BN, model.facts.mask_id, batch["uniform"])
     length_B = asked_BN.sum(dim=1)
     views = [(noisy_BN, masked_BN)]
     if args.complementary:
         other_BN = asked_BN & ~masked_BN
-        views.append((torch.where(other_BN, model.facts.mask_token_id, batch["answer"]), other_BN))
+        views.append((torch.where(other_BN, model.facts.mask_id, batch["answer"]), other_BN))
         level_BN = torch.ones_like(level_BN)
     found = [
         losses.masked_diffusion(
@@ -540,7 +541,7 @@ def tidar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
     prompt, (_, length) = batch["prompt"].shape[1], ids_BL.shape
     skip = max(0, prompt - args.block_length + 1)
     layout = masks.tidar_training(valid_BL, args.block_length, skip)
-    masked_BM = torch.full_like(ids_BL[:, skip:], model.facts.mask_token_id)
+    masked_BM = torch.full_like(ids_BL[:, skip:], model.facts.mask_id)
     row_BQD = model.packed_hidden(torch.cat([ids_BL, masked_BM], dim=1), layout.position_BQ, layout.sight, layout.before_BQ)
     asked_BN = torch.arange(length - prompt, device=ids_BL.device) < batch["length"][:, None]
     halves = {"ar": row_BQD[:, prompt - 1 : length - 1], "diffusion": row_BQD[:, length + prompt - skip :]}
@@ -588,7 +589,7 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
     assert isinstance(args, CDLMConfig)
     if "open_star" in batch:
         return canvas_losses(trainer, batch)
-    prompt, mask, block = batch["prompt"].shape[1], model.facts.mask_token_id, args.block_length
+    prompt, mask, block = batch["prompt"].shape[1], model.facts.mask_id, args.block_length
     out: dict[str, Tensor] = {}
     if args.distill_weight or args.consistency_weight:
         logits_BNV = model.sequence_logits(*_whole(batch, batch["y"]), block)[:, prompt:]

@@ -16,14 +16,14 @@ from cdlm.decode import DecodeConfig, changed, decode
 CANVAS, VOCAB = 8, 128
 ENDS = (2, 17, 40, 77, 99, 120)  # so many that rows end in different canvases
 CONFIG = DecodeConfig(
-    3 * CANVAS, CANVAS, entropy_bound=1.0, order="entropy", max_denoising_steps=10, t_min=0.1, t_max=0.4, stability_threshold=1,
+    3 * CANVAS, CANVAS, entropy_bound=4.0, order="entropy", max_denoising_steps=10, t_min=0.05, t_max=0.2, stability_threshold=1,
     entropy_threshold=0.4,
 )
 
 
 @pytest.fixture(scope="module")
 def model():
-    return dgemma.random_model(facts={"eos_token_ids": ENDS})
+    return dgemma.random_model(facts={"eos_token_ids": ENDS}, scale=0.8)
 
 
 def own(model, prompt, valid, config, seed):
@@ -132,7 +132,7 @@ def test_what_a_step_shows(model):
     most probable tokens of its last step; what the next step is told are the logits behind the temperature."""
     prompt, valid = random_prompts([9], vocab=VOCAB)
     steps = []
-    out = decode(model, prompt, valid, but(stop_at_eos=False), seeds=[3], callback=steps.append)
+    out = decode(model, prompt, valid, but(stop_at_eos=False, entropy_bound=1.0), seeds=[3], callback=steps.append)
     lost = 0
     for before, after in itertools.pairwise(steps):
         if after.block == before.block:
@@ -142,7 +142,7 @@ def test_what_a_step_shows(model):
             assert torch.equal(before.output_AS[0], out.filled_BM[0, before.block * CANVAS : after.block * CANVAS])
     for step in steps:
         assert torch.equal(step.ids_AS[step.reveal_AS], step.token_AS[step.reveal_AS]) and step.reveal_AS.any()
-        temperature = 0.1 + 0.3 * (10 - step.step) / 10
+        temperature = 0.05 + 0.15 * (10 - step.step) / 10
         with torch.no_grad():
             logits = model.head(step.hidden_ASD)
         torch.testing.assert_close(step.seen.logits_BSK * temperature, logits, atol=1e-3, rtol=1e-3)
@@ -154,7 +154,7 @@ def test_what_a_step_shows(model):
     ({"t_min": None}, "max_denoising_steps, t_max, stability_threshold, entropy_threshold: deciding .* also needs t_min"),
     ({"entropy_bound": None, "tokens_per_step": 1}, "also needs entropy_bound"),
     ({"max_denoising_steps": 0}, "max_denoising_steps is 0; it must be at least 1"),
-    ({"t_min": 0.9}, r"t_min is 0.9 and t_max 0.4; 0 <= t_min <= t_max, finite, and t_max above 0"),
+    ({"t_min": 0.9}, r"t_min is 0.9 and t_max 0.2; 0 <= t_min <= t_max, finite, and t_max above 0"),
     ({"t_min": 0.0, "t_max": 0.0}, "t_min is 0.0 and t_max 0.0"),
     ({"stability_threshold": -1}, "stability_threshold is -1; it is a number of steps, 0 or more"),
     ({"entropy_threshold": 0.0}, "entropy_threshold is 0.0; it must be above 0 and finite"),

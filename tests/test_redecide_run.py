@@ -11,10 +11,11 @@ import dgemma
 import mini
 import pytest
 import torch
+import yaml
 from conftest import TINY
 from rich.console import Console
 
-from cdlm import cli, data, families, hub, stages
+from cdlm import cli, data, families, hub
 from cdlm.decode import DecodeConfig, decode, resolve
 from cdlm.evaluate.assisted import DiffusionGenerateConfig
 from cdlm.evaluate.run import Method, answers, first_tokens, reveals, score, seeds_of
@@ -188,13 +189,94 @@ def test_scores_do_not_depend_on_the_batch(loaded):
     assert max(shown["revealed_at"]) <= shown["steps"] and min(shown["revealed_at"]) >= 1
 
 
-def test_an_adapter_of_tied_weights_stays_apart(loaded):
-    model, _ = loaded
-    assert model.unmergeable is not None and stages.REDECIDING_METHODS[-1] == "student"
-
-
 def test_transformers_has_no_diffusion_decoding_of_other_models():
     from conftest import random_model
 
     with pytest.raises(ValueError, match="transformers has no diffusion decoding of its own for a model of type qwen2"):
         random_model().own_generate(torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool), 4, {})
+
+
+SAMPLER = {
+    "max_denoising_steps": 4, "entropy_bound": 1.0, "t_min": 0.2, "t_max": 0.5, "stability_threshold": 1, "entropy_threshold": 0.2
+}
+RECIPE = {
+    "name": "canvas", "seed": 3, "model": "teacher",
+    "data": {"prompts": "train.jsonl", "test": "train.jsonl", "group_key": "task", "max_prompt_tokens": 24},
+    "decode": {
+        "max_new_tokens": BUDGET, "block_length": CANVAS, "sampler": SAMPLER, "student_sampler": {**SAMPLER, "max_denoising_steps": 2},
+    },
+    "collect": {"num_prompts": 3, "batch_size": 3, "shard_size": 3, "screen": {"drop": False}, "top_k": 8},
+    "train": {"steps": 1, "batch_size": 2, "learning_rate": 0.001, "save_steps": 1, "logging_steps": 1},
+    "evaluate": {
+        "methods": ["teacher", "teacher_truncated", "transformers_generate", "student"], "truncated_steps": [1], "entropy_bounds": [0.5],
+        "num_prompts": 2, "batch_size": 2, "latency_prompts": 1, "warmup_prompts": 0,
+    },
+    "export": {"license": "mit"},
+}
+
+
+def write_run(folder, **changes):
+    """A recipe of a random teacher of the small world's tokenizer, and questions."""
+    from transformers import AutoTokenizer
+
+    folder.mkdir(exist_ok=True)
+    dgemma.random_hf(vocab=58).save_pretrained(folder / "teacher")
+    AutoTokenizer.from_pretrained(TINY / "tokenizer").save_pretrained(folder / "teacher")
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mini.questions(3, seed=1)))
+    (folder / "canvas.yaml").write_text(yaml.safe_dump({**RECIPE, **changes}, sort_keys=False))
+    return folder / "canvas.yaml"
+
+
+def test_a_run_from_teacher_to_export(tmp_path, capsys):
+    """Rows of all four methods; the teacher is also cut to the student's mean steps a canvas, by name "truncated" in the summary; the
+    exported folder takes the student's steps."""
+    recipe = write_run(tmp_path)
+    assert cli.main(["distill", str(recipe), "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    rows = {(row["method"], row["parameter"]): row for row in report["results"] if row["task"] == "all"}
+    mean = rows["student", 1.0]
+    cut = max(1, round(mean["steps"] / mean["commit_forwards"]))
+    assert set(rows) == {
+        ("teacher", None), ("transformers_generate", None), ("student", 0.5), ("student", 1.0), ("teacher_truncated", 1.0),
+        ("teacher_truncated", float(cut)),
+    } or cut == 1  # fmt: skip
+    assert report["summary"]["truncated_steps"] == cut and report["summary"]["confidence_threshold"] == 1.0
+    for row in rows.values():
+        assert row["forwards"] == pytest.approx(row["steps"] + row["commit_forwards"]) and row["steps"] <= 4 * row["commit_forwards"]
+    assert rows["teacher_truncated", 1.0]["steps"] == rows["teacher_truncated", 1.0]["commit_forwards"]
+    assert mean["steps"] <= 2 * mean["commit_forwards"] and rows["teacher", None]["title"] == "teacher, its own sampler"
+    assert "teacher, its own sampler" in (tmp_path / "out" / "report.md").read_text()
+    stated = json.loads((tmp_path / "out" / "export" / "generation_config.json").read_text())
+    assert stated["max_denoising_steps"] == 2 and stated["sampler_config"]["entropy_bound"] == 1.0
+    card = (tmp_path / "out" / "export" / "README.md").read_text()
+    assert "AutoModelForImageTextToText" in card and "at most 2 steps a canvas, entropy bound 1" in card
+    assert resolve(families.load(tmp_path / "out" / "export"), {}).max_denoising_steps == 2
+    capsys.readouterr()
+    assert cli.main(["bench", str(recipe), "--out", str(tmp_path / "out"), "--batches", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "teacher, its own sampler" in said and "transformers' own generate" in said
+    assert cli.main(["bench", str(recipe), "--out", str(tmp_path / "out"), "--parts", "growth"]) == 2
+    assert "a model that decides every slot at every step has table alone" in capsys.readouterr().err
+
+
+def test_an_adapter_on_tied_weights_is_exported_alone_and_why_is_said(tmp_path, capsys):
+    """Not merged: the folder is the adapter, which loads onto its base and decodes with the student's steps."""
+    lora = {"rank": 2, "alpha": 4, "targets": ["q_proj", "o_proj"]}
+    evaluate = {**RECIPE["evaluate"], "methods": ["student"], "num_prompts": 1, "entropy_bounds": []}
+    recipe = write_run(tmp_path, train={**RECIPE["train"], "lora": lora}, evaluate=evaluate)
+    assert cli.main(["distill", str(recipe), "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    assert "the adapter alone, not merged: encoder and decoder read the same weights" in capsys.readouterr().out
+    out = tmp_path / "out" / "export"
+    assert (out / "adapter_model.safetensors").is_file() and not (out / "model.safetensors").exists()
+    config = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "teacher")}))
+    assert resolve(families.load(out), {}).max_denoising_steps == 2
+
+
+@pytest.mark.parametrize("methods, message", [
+    (["teacher", "student_uncached"], "evaluate.methods has student_uncached; a model that decides every slot at every step has teacher"),
+])  # fmt: skip
+def test_methods_of_another_noise_are_refused_before_any_work(tmp_path, capsys, methods, message):
+    recipe = write_run(tmp_path, evaluate={**RECIPE["evaluate"], "methods": methods})
+    assert cli.main(["distill", str(recipe), "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out" / "trajectories").exists()
