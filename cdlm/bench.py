@@ -22,13 +22,20 @@ COLUMNS = ("method", "parameter", "TPS", "latency s", "steps", "length", "score"
 TRAINING_STEPS = 12
 
 
-def parts_of(recipe: Recipe) -> list[str]:
-    """What can be measured of a recipe's run."""
+def parts_of(recipe: Recipe, redecides: bool = False) -> list[str]:
+    """What can be measured of a recipe's run. redecides: its model decides every slot at every step, so that no growth against full
+    attention and no overhead of revealing is there to be measured."""
+    if redecides:
+        return ["table"]
     return [part for part in PARTS if part != "overhead" or recipe.train.objective in stages.BLOCKWISE]
 
 
-def check(recipe: Recipe, parts: list[str], batches: list[int], lengths: list[int], growing: dict[str, int]) -> None:
+def check(
+    recipe: Recipe, parts: list[str], batches: list[int], lengths: list[int], growing: dict[str, int], redecides: bool = False
+) -> None:
     """One ValueError for what can't be measured."""
+    if redecides and parts != ["table"]:
+        raise ValueError(f"--parts has {', '.join(parts)}; a model that decides every slot at every step has table alone")
     if "overhead" in parts and "overhead" not in parts_of(recipe):
         raise ValueError(f"--parts has overhead, which is of a block decoder; objective {recipe.train.objective} makes none")
     for part in parts:
@@ -59,7 +66,7 @@ def run(
         files.write_json(folder / "overhead.json", _overhead(own))
     more = {name: there for name in ("growth", "overhead") if (there := _read(folder / f"{name}.json", recipe)) is not None}
     if "table" in parts:
-        found = stages.evaluate(dataclasses.replace(own, recipe=_everything(recipe, batches)), folder, more)
+        found = stages.evaluate(dataclasses.replace(own, recipe=_everything(recipe, batches, own.redecides())), folder, more)
         said += [report.markdown_table(table(found), COLUMNS), "", *report.summary_lines(found["summary"])]
     elif (folder / "report.json").is_file():  # a part made behind the table goes into its report
         report.write({**read_json(folder / "report.json"), **more}, folder, recipe.name, stages.read_log(own))
@@ -70,10 +77,12 @@ def run(
     return "\n".join([*said, str(folder)])
 
 
-def _everything(recipe: Recipe, batches: list[int]) -> Recipe:
+def _everything(recipe: Recipe, batches: list[int], redecides: bool) -> Recipe:
     """The recipe with every method that can be measured after its objective, each at its own values, thresholds at the recipe's alone."""
     e, objective = recipe.evaluate, recipe.train.objective
     methods = [*METHODS_OF[objective], *(BASELINES if objective in ("cdlm", "mdlm") else ())]
+    if redecides:
+        methods = [name for name in methods if name in stages.REDECIDING_METHODS]
     if e.autoregressive is not None:
         methods.append(OTHER_MODEL)
     prompts = max(e.latency_prompts, *batches)

@@ -441,16 +441,17 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from cdlm import bench
+    from cdlm import bench, stages
     from cdlm import recipe as recipes
 
     growing = {"prompt_tokens": args.prompt_tokens, "repeats": args.repeats, "steps_per_block": args.steps_per_block}
     recipe = recipes.load(args.recipe, args.set)
-    parts = args.parts or bench.parts_of(recipe)
-    bench.check(recipe, parts, args.batches, args.lengths, growing)
+    out = args.out or Path("runs") / recipe.name
+    redecides = stages.Run(recipe, out).redecides()
+    parts = args.parts or bench.parts_of(recipe, redecides)
+    bench.check(recipe, parts, args.batches, args.lengths, growing, redecides)
     _check_device(recipe.device)
     _quiet()
-    out = args.out or Path("runs") / recipe.name
     out.mkdir(parents=True, exist_ok=True)
     with _alone_in(out):
         print(bench.run(recipe, out, parts, args.batches, args.lengths, growing, command=_typed(args), say=_say))

@@ -227,6 +227,10 @@ class Run:
             return read_json(r.path(r.config)), r.path(r.config)
         return families.read_config(place or r.model_path()), place or r.model_path()
 
+    def redecides(self) -> bool:
+        """Whether the recipe's model decides every slot at every step; from its config.json."""
+        return families.CLASSES.get(str(self._model_config(self.here())[0].get("model_type")), DiffusionLM).redecides
+
     def check_inputs(self, *, everything: bool = True) -> "Inputs":
         """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work.
 
@@ -829,11 +833,11 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
         ]
 
     measured: list[Measured] = []
+    cut_steps = set(e.truncated_steps)
     truncated: float | None = None
     first = [m for name in ("student", "teacher") if name in e.methods for m in methods(name)]
     measured += run_methods(first, examples, tokenizer, e.batch_size, run.say)
     at_tau = [m for m in measured if m.method.name == "student" and m.method.parameter == tau]
-    cut_steps = set(e.truncated_steps)
     if at_tau:
         truncated = max(naive.blocks + (teacher.facts.block_origin == "zero"), round(mean(row.steps for row in at_tau[0].rows)))
         if teacher.redecides:  # steps of a block, of which an answer has as many as it has commits

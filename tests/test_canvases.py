@@ -364,3 +364,49 @@ def test_top_k_kl_is_the_whole_divergence_where_all_are_named_and_no_more_where_
         assert bool((found <= whole * (1 + 1e-4) + 1e-4).all()) and bool((found >= -1e-5).all())
         if k == 12:
             torch.testing.assert_close(found, whole)
+
+
+# ---- from nothing, and with adapters -------------------------------------------------------------------------------------
+
+
+def test_a_model_from_nothing_is_deterministic_sized_for_its_world_and_copies(tmp_path):
+    """Under 4 MB in float16, each weight counted once; scores of attention start near 1, heads as copiers; canvas and ids as stated."""
+    from conftest import TINY
+
+    from cdlm.families import scratch
+
+    made = [
+        scratch.build(TINY / "scratch-diffusiongemma/config.json", TINY / "tokenizer", init="copying", seed=seed) for seed in (0, 0, 1)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True))
+    assert not torch.equal(made[0].hf.lm_head.weight, made[2].hf.lm_head.weight)
+    model = made[0]
+    facts = model.facts
+    assert (facts.mask_token_id, facts.eos_token_ids, facts.pad_token_id, facts.block_length, facts.noise) == (None, (2,), 0, 32, "uniform")
+    assert 2 * sum(p.numel() for p in model.parameters()) < 4e6
+    layers = model.hf.model.decoder.layers
+    assert torch.equal(layers[0].self_attn.o_proj.weight, layers[0].self_attn.v_proj.weight.T)
+    shared = layers[1].self_attn  # no value projection, and two query heads to a key-value head
+    assert shared.v_proj is None and torch.equal(shared.o_proj.weight[:, :64], shared.k_proj.weight[:64].T)
+    assert torch.equal(shared.o_proj.weight[:, 64:128], shared.k_proj.weight[:64].T)
+    assert float(layers[0].self_attn.q_norm.weight[0]) == pytest.approx(32**-0.25)
+    assert float(model.hf.lm_head.weight.std()) == pytest.approx(128**-0.5, rel=0.05)
+
+
+def test_adapters_leave_the_vision_tower_alone():
+    from cdlm.trainer import add_lora
+
+    model = dgemma.random_model()
+    adapted = add_lora(model, rank=2, alpha=2, targets=["q_proj", "up_proj"])
+    names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert names and not any("vision" in name for name in names)
+    for part in ("encoder.language_model", "decoder.layers", "decoder.self_conditioning"):
+        assert any(part in name for name in names), part
+
+
+def test_other_models_have_no_canvases():
+    from conftest import random_model
+
+    model, ids = random_model(), torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="no canvases; objective uniform is for models that have"):
+        model.text_and_canvas(ids, ids.bool(), torch.tensor([2]), ids, torch.tensor([True]))

@@ -101,6 +101,28 @@ def test_a_plan_of_draft_and_verify(name, card, queries, capsys):
     assert training.passes == pytest.approx(3 * (1024 + 512) / 1024)
 
 
+def test_a_plan_of_a_model_with_canvases(capsys):
+    """25.2B and 3.8B are of layers and tables, counted here layer by layer; the weights are those in bfloat16 and a vision tower.
+    A step stores 256 slots of 64 values of 2 bytes, 64 ids of 4 and a total of 4; 7,500 canvases take at most 48."""
+    lines = dry(capsys, "diffusiongemma-26b-a4b")
+    d = 2816
+    sliding, full = d * 256 * 2 * (16 + 8), d * 512 * (2 * 16 + 2)
+    experts, mlp, router = 3 * d * 704, 3 * d * 2112, d * 128
+    total = 262144 * d + 25 * sliding + 5 * full + 30 * (128 * experts + mlp + router)
+    active = total - 30 * 120 * experts
+    assert (round(total / 1e9, 1), round(active / 1e9, 1)) == (25.2, 3.8)
+    assert "25.2B parameters in layers and tables, 3.8B active a token, and 0.02B of self-conditioning" in "\n".join(lines)
+    memory = re.search(r"about collect (\d+) GiB, train (\d+) GiB .* of a card's 131 GiB; weights ([\d.]+) GiB", line(lines, "memory"))
+    collect, train, weights = (float(number) for number in memory.groups())
+    assert total * 2 / 2**30 < weights < 1.02 * total * 2 / 2**30 and weights < collect < 131 and weights < train < 131
+    assert "in 1 canvases of 256, each in at most 48 steps; student 16" in line(lines, "decoding")
+    size = 7500 * 48 * 256 * (64 * 6 + 4)
+    assert f"at most {size / 2**30:.3f} GiB ({size:,} bytes)" in line(lines, "collect")
+    assert "3750 steps of 64 rows (16.0 epochs), 3 forwards a step" in line(lines, "train")  # 8 x 7,500 / 16
+    parts = [hours(line(lines, stage)) for stage in ("collect", "train", "evaluate")]
+    assert min(parts) > 0 and hours(line(lines, "in all")) == pytest.approx(sum(parts), abs=0.2)
+
+
 # 15,000 x 256 rows of the model's width in 16 bits; the paper: "25-30 GiB per 15k samples", 25.6 and 29.3.
 @pytest.mark.parametrize(("name", "width", "gib"), [("dream-7b-instruct", 3584, 25.6), ("llada-8b-instruct", 4096, 29.3)])
 def test_the_papers_trajectory_bytes(name, width, gib, capsys):

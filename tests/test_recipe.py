@@ -339,7 +339,9 @@ def test_paths_are_relative_to_the_recipe(tmp_path):
 
 def test_section_gives_plain_values(tmp_path):
     found = load(tmp_path).section("decode", "collect", "seed")
-    assert found["decode"] == {"max_new_tokens": 64, "block_length": 32, "confidence_threshold": 0.9, "proposals": None}
+    assert found["decode"] == {
+        "max_new_tokens": 64, "block_length": 32, "confidence_threshold": 0.9, "proposals": None, "sampler": None, "student_sampler": None,
+    }
     assert found["seed"] == 0
     assert found["collect"]["screen"] == {"ngram": 8, "repeats": 3, "drop": True, "correct_only": False}
 
@@ -350,7 +352,7 @@ def test_objectives_are_those_of_the_trainer():
     assert set(recipe.OBJECTIVES) == set(trainer.OBJECTIVES)
 
 
-@pytest.mark.parametrize("objective", ["mdlm", "bd3lm", "ar"])
+@pytest.mark.parametrize("objective", ["mdlm", "bd3lm", "ar", "uniform"])
 def test_methods_default_to_those_of_the_objective(tmp_path, objective):
     found = load(tmp_path, {"train.objective": objective, "collect": ...})
     assert found.evaluate.methods == list(recipe.METHODS_OF[objective])
@@ -405,6 +407,7 @@ IDS = {
     "zaya1-8b-tidar": (262145, (106,), 0, None, "prompt_end", True),
     "tidar-qwen2.5-1.5b": (151665, (151643,), 151643, None, "prompt_end", True),
     "tidar-qwen3-8b": (151669, (151643,), 151643, None, "prompt_end", True),
+    "diffusiongemma-26b-a4b": (None, (1, 106, 50), 0, 256, "prompt_end", False),
 }
 
 

@@ -51,8 +51,7 @@ def loaded(folder):
 
 def asked(tokenizer, *prompts):
     return [
-        data.Example(index=i, prompt=text, prompt_ids=data.prompt_ids(tokenizer, text, chat_template=True), answer="x", answer_ids=[5])
-        for i, text in enumerate(prompts)
+        data.Example(i, "copy", text, "x", data.prompt_ids(tokenizer, text, chat_template=True), [5]) for i, text in enumerate(prompts)
     ]
 
 
@@ -251,6 +250,12 @@ def test_a_run_from_teacher_to_export(tmp_path, capsys):
     card = (tmp_path / "out" / "export" / "README.md").read_text()
     assert "AutoModelForImageTextToText" in card and "at most 2 steps a canvas, entropy bound 1" in card
     assert resolve(families.load(tmp_path / "out" / "export"), {}).max_denoising_steps == 2
+    capsys.readouterr()
+    assert cli.main(["bench", str(recipe), "--out", str(tmp_path / "out"), "--batches", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "teacher, its own sampler" in said and "transformers' own generate" in said
+    assert cli.main(["bench", str(recipe), "--out", str(tmp_path / "out"), "--parts", "growth"]) == 2
+    assert "a model that decides every slot at every step has table alone" in capsys.readouterr().err
 
 
 def test_an_adapter_on_tied_weights_is_exported_alone_and_why_is_said(tmp_path, capsys):

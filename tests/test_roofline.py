@@ -87,6 +87,26 @@ def test_a_moe_config_is_counted_as_the_real_model_is():
     assert shape.experts == 6 and shape.experts_per_token == 2
 
 
+def test_layers_with_heads_of_their_own_are_counted_as_the_real_model_is():
+    """Matrices of the class itself, norms and scales aside: full layers with their heads and no value projection, an MLP beside the
+    experts, self-conditioning. From its config as transformers writes it, and as people write it."""
+    import dgemma
+
+    hf = dgemma.random_hf()
+    matrices = sum(p.numel() for name, p in hf.named_parameters() if p.ndim > 1 and "vision" not in name)
+    written = json.loads(hf.config.to_json_string(use_diff=False))
+    by_hand = {**written, "text_config": {**written["text_config"], "global_head_dim": 16, "num_global_key_value_heads": 1}}
+    del by_hand["text_config"]["per_layer_config"]
+    for config in (written, by_hand):
+        shape = roofline.shape_of_config(config, "config.json")
+        assert shape.parameters == matrices and shape.conditioning == 48
+        assert shape.parameters - shape.active_parameters == 4 * 2 * 3 * 32 * 16  # two of four experts in each of four layers
+        sliding, full = 2 * 8 * min(100, 16), 16 * 100
+        assert shape.kv_bytes(100, 2) == 2 * 2 * (3 * sliding + full)
+    named = roofline.operators(shape, "block", block=8, batch=1, context=64, generate=16)
+    assert sum(op.flop for op in named if op.name == "attention: v") == 3 * 2 * 8 * 32 * 16
+
+
 def test_a_sliding_layer_keeps_its_window():
     shape = roofline.Shape(layers=6, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=8, vocab=9, sliding_layers=5, window=100)
     assert shape.kv_bytes(1000, 2) == 2 * 4 * 2 * (1000 + 5 * 100)

@@ -142,6 +142,8 @@ def token_ids(path_or_id: str | Path, config: dict[str, Any]) -> tuple[dict[str,
         return found, origin
     look = _looker(path_or_id)
     tokenizer, generation = _tokenizer_ids(look), _read(look("generation_config.json"))
+    if config.get("noise") == "uniform":  # such a model has no mask token, whatever its tokenizer holds
+        tokenizer.pop("mask_token_id", None)
     for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
         for file, ids in (("tokenizer_config.json", tokenizer), ("generation_config.json", generation)):
             if found.get(name) is None and ids.get(name) is not None:

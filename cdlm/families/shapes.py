@@ -16,9 +16,10 @@ SHAPES = {
         layers=40, hidden=2048, heads=8, kv_heads=2, head_dim=128, intermediate=0, vocab=262272, experts=16, experts_per_token=1,
         expert_intermediate=2048, tied=True, mixing=1280 * 2 + 1280 * 128 * 2 + 2048 * 256 + 2 * 256 * 256,
     ),
-    # Full layers (one in six) have other head sizes than the sliding ones; all are counted as sliding ones are.
+    # Full layers (one in six) have heads of their own, and make values of their keys' projection.
     "diffusiongemma-26b-a4b": Shape(
         layers=30, hidden=2816, heads=16, kv_heads=8, head_dim=256, intermediate=2112, vocab=262144, experts=128, experts_per_token=8,
-        expert_intermediate=704, shared_intermediate=2112, sliding_layers=25, window=1024, tied=True,
+        expert_intermediate=704, shared_intermediate=2112, sliding_layers=25, window=1024, tied=True, full_kv_heads=2, full_head_dim=512,
+        full_values=False, conditioning=2112,
     ),
 }  # fmt: skip
