@@ -218,7 +218,7 @@ def require_sound_weights(folder: Path) -> None:
     Its other files may be changed by their owner."""
     if (folder / SUMS).is_file():
         for path, why in faults(folder / SUMS, ".safetensors").items():
-            raise ValueError(f"{path} is {why}; export it again, or, if you changed it, write its checksum with cdlm verify {folder} --seal")
+            raise ValueError(f"{path} is {why}; export it again, or, if you changed it, take it for good with cdlm verify {folder} --seal")
 
 
 def require_sound(file: Path, what: str) -> None:
