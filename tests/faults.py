@@ -260,7 +260,7 @@ KILLS = {  # name -> stages done before, and where it strikes
     ),
     "train: before the student is put in place": ("c", {"function": REPLACE, "name": "student", "when": "before"}),
     "train: behind the student": ("c", {"function": REPLACE, "name": "student", "when": "after"}),
-    "evaluate: while decoding": ("ct", {"function": "cdlm.evaluate.run:_decode", "number": 2, "when": "before"}),
+    "evaluate: while decoding": ("ct", {"function": "cdlm.evaluate.run:_decode", "when": "before"}),
     "evaluate: in the middle of the samples": ("ct", {"function": SYNC, "name": ".samples.jsonl.partial", "when": "half"}),
     "evaluate: between the checksums and the report": ("ct", {"function": REPLACE, "name": "report.json", "when": "before"}),
     "export: in the middle of the weights": ("cte", {"function": "transformers.modeling_utils:safe_save_file", "when": "half"}),
@@ -563,7 +563,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     # recipes
     "an unknown key": (_setting("train.stepz=3"), ("unknown key train.stepz", "train.steps")),
     "text for a number": (_setting("train.steps=many"), ("train.steps is 'many'", "whole number")),
-    "a huge budget": (_setting("decode.max_new_tokens=999999999999"), ("decode.max_new_tokens is 999999999999", "between 1 and")),
+    "a huge budget": (_setting("decode.max_new_tokens=999999999999"), ("decode.max_new_tokens is 999999999999", "below 2**31")),
     "a block that does not divide": (_setting("decode.block_length=5"), ("block_length 5", "1, 2, 4, 8, 16")),
     "an unknown schedule": (_setting("train.scheduler=cosin"), ("train.scheduler is 'cosin'", "linear")),
     "a key that a schedule does not take": (
