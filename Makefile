@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher baseline-ar draft zaya diffusiongemma ablation eval bench results smoke kernels gpu-check test check clean
+.PHONY: setup distill teacher baseline-ar draft zaya diffusiongemma ablation eval bench results smoke kernels gpu-check test faults check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table.
 distill: $(VENV)/.run
@@ -72,6 +72,11 @@ gpu-check: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+# Kills, full disks, damaged files, bad and hostile input, 10,000 random recipes and decodings: a line a case. GROUPS="kill disk": only these.
+GROUPS ?=
+faults: $(VENV)/.dev
+	$(BIN)/python tests/faults.py $(GROUPS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -580,8 +580,7 @@ def _generate(args: argparse.Namespace) -> int:
     _check_device(args.device)
     _quiet()
     config = families.read_config(args.model)
-    if (sums := Path(args.model) / files.SUMS).is_file():
-        files.require_sound(sums, args.model)
+    files.require_sound_weights(Path(args.model))
     model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)
     tokenizer = families.load_tokenizer(args.model, model.facts)
     if not 0 <= args.seed < 2**63:

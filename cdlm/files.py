@@ -175,10 +175,10 @@ def read_sums(file: Path) -> dict[str, str]:
     return found
 
 
-def faults(file: Path) -> dict[str, str]:
+def faults(file: Path, ending: str = "") -> dict[str, str]:
     """What is wrong with the files that a file of checksums names: path -> why, "missing" or that it is not what was written.
 
-    A file of checksums that can't be read is what is wrong then. Everything is read once.
+    ending: look only at files of such names. A file of checksums that can't be read is what is wrong then. Everything is read once.
     """
     try:
         stated = read_sums(file)
@@ -187,6 +187,8 @@ def faults(file: Path) -> dict[str, str]:
     wrong = {}
     for name, digest in stated.items():
         path = file.parent / name
+        if not name.endswith(ending):
+            continue
         if not path.is_file():
             wrong[str(path)] = "missing"
         elif (now := sha256(path)) != digest:
@@ -211,6 +213,14 @@ def seal(folder: Path) -> None:
     write_sums(folder / SUMS, {name: path for name, path in names.items() if path.name not in (SUMS, *EDITABLE)})
 
 
+def require_sound_weights(folder: Path) -> None:
+    """A ValueError if a safetensors file of a model's folder is not what its checksums say; a folder may have none, as one from elsewhere.
+    Its other files may be changed by their owner."""
+    if (folder / SUMS).is_file():
+        for path, why in faults(folder / SUMS, ".safetensors").items():
+            raise ValueError(f"{path} is {why}; export it again, or, if you changed it, take it for good with cdlm verify {folder} --seal")
+
+
 def require_sound(file: Path, what: str) -> None:
     """A ValueError that names the first file that is not what was written, or that there are no checksums. what: the folder's content."""
     if not file.is_file():
@@ -219,7 +229,10 @@ def require_sound(file: Path, what: str) -> None:
             f"trust it, write them with cdlm verify {file.parent} --seal"
         )
     for path, why in faults(file).items():
-        raise ValueError(f"{path} is {why}. Remove {path if why != 'missing' else what} to make it again")
+        raise ValueError(
+            f"{path} is {why}. Remove {path if why != 'missing' else what} to make it again, or, if you changed it, take it for good with "
+            f"cdlm verify {file.parent} --seal"
+        )
 
 
 # ---- one writer ------------------------------------------------------------------------------------------------------

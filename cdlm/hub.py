@@ -367,14 +367,13 @@ def pack(folder: Path, repo_id: str, *, adapter_only: bool = False) -> Shipment:
     """Choose what of a model's folder goes to the repository; the folder is read, never written, and no request is made.
 
     A ValueError for what is no model folder: without config.json (or adapter_config.json), without whole safetensors, with an
-    adapter whose base is a folder of this machine, or with an access token in a file that belongs to the model; and for one that is not
-    what was written, by its checksums where it has some.
+    adapter whose base is a folder of this machine, or with an access token in a file that belongs to the model; and for weights
+    that are not what was written, by their checksums where there are some.
     """
     check_repo_id(repo_id)
     if not folder.is_dir():
         raise ValueError(f"no folder at {folder}")
-    if (folder / disk.SUMS).is_file():
-        disk.require_sound(folder / disk.SUMS, str(folder))
+    disk.require_sound_weights(folder)
     source = _adapter_folder(folder) if adapter_only else folder
     is_adapter = adapter_only or (not (source / "config.json").is_file() and (source / adapters.CONFIG).is_file())
     if is_adapter:

@@ -520,8 +520,10 @@ def check(recipe: Recipe) -> None:
     if r.device == "cpu" and (r.attention == "flex" or (r.attention == "triton" and os.environ.get("TRITON_INTERPRET") != "1")):
         raise ValueError(f"attention is {r.attention!r} and device is 'cpu'; allowed there: auto, naive, sdpa")
     one_of("train.objective", t.objective, OBJECTIVES)
-    within("decode.max_new_tokens", d.max_new_tokens, 1, 2**31 - 1)
-    within("decode.block_length", d.block_length, 1, 2**31 - 1)
+    for name in ("max_new_tokens", "block_length"):
+        within(f"decode.{name}", getattr(d, name), 1)
+        if getattr(d, name) >= 2**31:
+            raise ValueError(f"decode.{name} is {getattr(d, name)}; it must be below 2**31")
     within("decode.confidence_threshold", d.confidence_threshold, 0, 1)
     for name, sampler in (("sampler", d.sampler), ("student_sampler", d.student_sampler)):
         if sampler is not None:

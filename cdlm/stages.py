@@ -251,7 +251,7 @@ class Run:
             self._other()
         model = convert.skeleton(self._stock(config, place))
         self._check_objective(model.config)
-        if r.scratch is None and isinstance(place, Path) and everything:
+        if r.scratch is None and everything and isinstance(place, Path) and (place / "config.json").is_file():
             checkpoint.Files(place)  # weights that can't be read are refused now
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
@@ -679,13 +679,13 @@ def _note_log(run: Run, history: list[dict[str, Any]]) -> None:
 
 
 def _drop_damaged(checkpoints: Path, say: Callable[[str], None]) -> None:
-    """Remove the checkpoints that are not whole: without checksums the run was killed while saving."""
+    """Remove the checkpoints that are not whole, and say so: without checksums the run was killed while saving."""
     for folder in checkpoints.glob("checkpoint-*"):
         sums = folder / files.SUMS
-        wrong = files.faults(sums) if sums.is_file() else {}
+        wrong = files.faults(sums) if sums.is_file() else {str(sums): "missing: the run was killed while saving, or is of an older version"}
         for path, why in wrong.items():
             say(f"train: {path} is {why}. That checkpoint is not used")
-        if wrong or not sums.is_file():
+        if wrong:
             shutil.rmtree(folder)
 
 

@@ -260,10 +260,10 @@ KILLS = {  # name -> stages done before, and where it strikes
     ),
     "train: before the student is put in place": ("c", {"function": REPLACE, "name": "student", "when": "before"}),
     "train: behind the student": ("c", {"function": REPLACE, "name": "student", "when": "after"}),
-    "evaluate: while decoding": ("ct", {"function": "cdlm.evaluate.run:_decode", "number": 2, "when": "before"}),
+    "evaluate: while decoding": ("ct", {"function": "cdlm.evaluate.run:_decode", "when": "before"}),
     "evaluate: in the middle of the samples": ("ct", {"function": SYNC, "name": ".samples.jsonl.partial", "when": "half"}),
     "evaluate: between the checksums and the report": ("ct", {"function": REPLACE, "name": "report.json", "when": "before"}),
-    "export: in the middle of the weights": ("cte", {"function": "safetensors.torch:save_file", "when": "half"}),
+    "export: in the middle of the weights": ("cte", {"function": "transformers.modeling_utils:safe_save_file", "when": "half"}),
     "export: before the folder is put in place": ("cte", {"function": REPLACE, "name": "export", "when": "before"}),
     "export: behind the folder": ("cte", {"function": REPLACE, "name": "export", "when": "after"}),
 }  # fmt: skip
@@ -563,7 +563,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     # recipes
     "an unknown key": (_setting("train.stepz=3"), ("unknown key train.stepz", "train.steps")),
     "text for a number": (_setting("train.steps=many"), ("train.steps is 'many'", "whole number")),
-    "a huge budget": (_setting("decode.max_new_tokens=999999999999"), ("decode.max_new_tokens is 999999999999", "between 1 and")),
+    "a huge budget": (_setting("decode.max_new_tokens=999999999999"), ("decode.max_new_tokens is 999999999999", "below 2**31")),
     "a block that does not divide": (_setting("decode.block_length=5"), ("block_length 5", "1, 2, 4, 8, 16")),
     "an unknown schedule": (_setting("train.scheduler=cosin"), ("train.scheduler is 'cosin'", "linear")),
     "a key that a schedule does not take": (
@@ -874,7 +874,58 @@ def repeated(world: World, out: Path) -> str:
     return f"{ended.lines}" if ended.status else same_run(out, world.whole)
 
 
+def batch_size(world: World, out: Path) -> str:
+    """Another batch size makes the same trajectories: tokens, steps and seeds (probabilities up to rounding)."""
+    import pyarrow.parquet as pq
+
+    found = []
+    for size in (1, 4):
+        place = out / str(size)
+        sampled = ("collect.temperatures=[0.0, 0.7]", "collect.shard_size=4", f"collect.batch_size={size}")
+        ended = world.server.run("collect", world.recipe, "--out", place, *small(*sampled))
+        if ended.status:
+            return f"{ended.lines}"
+        found.append(pq.read_table(place / "trajectories" / "shard-00000.parquet").to_pydict())
+    differing = [key for key in found[0] if key != "confidence" and found[0][key] != found[1][key]]
+    return f"differing: {differing}" if differing else ""
+
+
 CASES["determinism / the same recipe twice"] = repeated
+CASES["determinism / another batch size"] = batch_size
+
+
+# ---- numbers that are none -------------------------------------------------------------------------------------------
+
+
+def endless_loss(world: World, out: Path) -> str:
+    """A loss that is no number stops training with one line that names the step, the samples and the last good checkpoint."""
+    world.start(out, "c")
+    growing = ("train.learning_rate=1e3", "train.steps=400", "train.max_grad_norm=1e9", "train.weight_decay=1e6", "train.save_steps=5")
+    return world.distill(out, *growing, "train.scheduler=constant", "train.warmup=0").refused("step ", "The last good checkpoint: ")
+
+
+CASES["numbers / a loss that grows without end"] = endless_loss
+
+
+# ---- chance ----------------------------------------------------------------------------------------------------------
+
+RANDOM = 5_000  # cases of each kind
+
+
+def random_recipes(world: World, out: Path) -> str:
+    import fuzz
+
+    return "" if fuzz.recipes(RANDOM) else "no random recipe was taken"
+
+
+def random_decodings(world: World, out: Path) -> str:
+    import fuzz
+
+    return "" if fuzz.decodings(RANDOM) else "no random decoding ran"
+
+
+CASES[f"random / {RANDOM} recipes"] = random_recipes
+CASES[f"random / {RANDOM} decodings"] = random_decodings
 
 
 def groups() -> list[str]:

@@ -1,6 +1,7 @@
 """A part of the campaign of faults (faults.py runs all of it), chosen so that each kind of fault is there once; and fuzzing."""
 
 import faults
+import fuzz
 import pytest
 from faults import CASES, NOT_RUN, World
 
@@ -40,3 +41,11 @@ def world(tmp_path_factory):
 def test_a_case_of_the_campaign(world, tmp_path, name):
     seen = CASES[name](world, tmp_path / "run")
     assert seen in ("", NOT_RUN)
+
+
+def test_random_recipes_are_taken_or_refused_by_one_error():
+    assert fuzz.recipes(200) > 20
+
+
+def test_random_decodings_keep_the_contracts():
+    assert fuzz.decodings(60) > 20

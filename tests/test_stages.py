@@ -12,7 +12,7 @@ import yaml
 from conftest import TINY
 from mini import contents, finished, snapshot
 
-from cdlm import cli, data, families, recipe, stages
+from cdlm import cli, data, families, recipe, stages, trajectories
 from cdlm.decode import DecodeConfig
 from cdlm.stages import Run
 
@@ -324,6 +324,65 @@ def test_export_killed_between_removing_the_old_and_placing_the_new_folder(full,
     assert not stages.is_done(run_of(full, out), "export")
     stages.export(run_of(full, out))
     assert contents(out) == contents(full.out)
+
+
+# ---- numbers that are none -------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_no_number_names_step_samples_and_the_last_good_checkpoint(full, tmp_path, monkeypatch):
+    from cdlm import trainer
+
+    shutil.copytree(full.out / "trajectories", tmp_path / "trajectories")
+    whole, seen = trainer.OBJECTIVES["cdlm"], []
+
+    def broken(t, batch):
+        seen.append(batch["index"].tolist())
+        parts = whole(t, batch)
+        return {name: loss * float("nan") if t.state.global_step == 4 and name == "dlm" else loss for name, loss in parts.items()}
+
+    monkeypatch.setitem(trainer.OBJECTIVES, "cdlm", broken)
+    with pytest.raises(FloatingPointError) as caught:
+        stages.train(run_of(full, tmp_path))
+    ids = [trajectories.Trajectories(tmp_path / "trajectories")[i].id for i in seen[-1]]
+    assert f"the dlm loss is nan; lower the learning rate or look at the data of this step: step 5, samples: trajectory {ids[0]}, " in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(f"trajectory {ids[1]}. The last good checkpoint: {tmp_path / 'checkpoints' / 'checkpoint-4'}")
+    monkeypatch.undo()
+    stages.train(run_of(full, tmp_path))
+    assert contents(tmp_path / "student") == contents(full.out / "student")
+
+
+def test_weights_that_are_no_numbers_are_no_checkpoint(full, tmp_path, monkeypatch):
+    from cdlm import trainer
+
+    shutil.copytree(full.out / "trajectories", tmp_path / "trajectories")
+    whole = trainer.OBJECTIVES["cdlm"]
+
+    def spoiling(t, batch):
+        parts = whole(t, batch)
+        if t.state.global_step == 3:
+            parts["dlm"].register_hook(lambda gradient: gradient * float("nan"))
+        return parts
+
+    monkeypatch.setitem(trainer.OBJECTIVES, "cdlm", spoiling)
+    with pytest.raises(FloatingPointError, match=r"is no longer finite: step 4; .* checkpoint: \S+checkpoint-2$"):
+        stages.train(run_of(full, tmp_path))
+
+
+def test_a_logit_that_is_no_number_names_trajectory_and_question(full, tmp_path, monkeypatch):
+    calls, decode = [], trajectories.decode
+
+    def broken(model, prompt, valid, config, **values):
+        calls.append(prompt)
+        if len(calls) == 2:
+            model.head.register_forward_hook(lambda module, given, logits: logits.index_fill(0, torch.tensor([1]), float("nan")))
+        return decode(model, prompt, valid, config, **values)
+
+    monkeypatch.setattr(trajectories, "decode", broken)
+    said = r"^collect: of trajectory \d+ \(question \d\): a logit is not finite in block 0, step 0 of row 1: "
+    with pytest.raises(FloatingPointError, match=said):
+        stages.collect(run_of(full, tmp_path, "collect.shard_size=6"))
 
 
 # ---- what is reported ------------------------------------------------------------------------------------------------
