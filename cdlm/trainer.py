@@ -253,7 +253,9 @@ class CanvasStates(_Drawing):
         later = steps if whole or start + 1 == steps else start + 1 + int(between * (steps - 1 - start))
         y, y_star, led = row.state(canvas, start), row.state(canvas, later), row.first(canvas) + later - 1
         assert y_star.seen_SK is not None and y_star.seen_ids_SK is not None  # it is later than the first
-        seen, seen_ids = (y.seen_SK, y.seen_ids_SK) if start else (torch.zeros_like(y_star.seen_SK), torch.zeros_like(y_star.seen_ids_SK))
+        assert y_star.seen_SK is not None and y_star.seen_ids_SK is not None  # a step led to it
+        nothing = torch.zeros_like(y_star.seen_SK), torch.zeros_like(y_star.seen_ids_SK)
+        seen, seen_ids = (y.seen_SK, y.seen_ids_SK) if start else nothing
         answer_tokens = min(len(row.answer_ids) + 1, self.max_new_tokens)  # the end token too, unless the answer was cut
         at = below(-(-answer_tokens // size)) * size
         return {

@@ -14,8 +14,8 @@ FLOORS = {
     1: ("attention", "cache"),
     2: ("families",),
     3: ("decode", "speculate", "data"),
-    4: ("trajectories", "canvases", "trainer"),
-    5: ("evaluate", "hub", "exported", "importers"),
+    4: ("trajectories", "trainer"),
+    5: ("evaluate", "hub", "exported", "importers", "canvases"),
     6: ("recipe", "cli", "stages", "plan", "ablate", "bench", "trace"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
@@ -30,7 +30,7 @@ HIGHEST = {
     "evaluate": 4, "hub": 3, "exported": -1, "importers": 4,
     "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "ablate": 6, "bench": 6, "trace": 6,
 }  # fmt: skip
-NEVER = {("trainer", "decode"), ("canvases", "trainer"), ("trajectories", "canvases")}
+NEVER = {("trainer", "decode"), ("canvases", "trainer")}
 
 # room -> libraries it may use besides the standard one. A room that is not here answers to HEAVY only.
 LIBRARIES = {
