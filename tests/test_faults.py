@@ -6,9 +6,7 @@ import pytest
 from faults import CASES, NOT_RUN, World
 
 QUICK = [
-    "kill / SIGKILL / collect: in the middle of a shard's table",
     "kill / SIGTERM / train: in the middle of a checkpoint's optimizer",
-    "kill / SIGKILL / train: between a checkpoint and its checksums",
     "kill / SIGKILL / export: before the folder is put in place",
     "damage / flip / trajectories/shard-00001.safetensors",
     "damage / flip / student/model.safetensors",
@@ -48,4 +46,4 @@ def test_random_recipes_are_taken_or_refused_by_one_error():
 
 
 def test_random_decodings_keep_the_contracts():
-    assert fuzz.decodings(60) > 20
+    assert fuzz.decodings(40) > 15
