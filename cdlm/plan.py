@@ -14,7 +14,7 @@ import torch
 from cdlm import ablate, data, families, roofline
 from cdlm.decode import slots
 from cdlm.recipe import Recipe
-from cdlm.stages import STAGES, Run, is_done, proposals_of, stages_of
+from cdlm.stages import STAGES, Run, is_done, proposals_of, slow_proposals, stages_of
 from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
 
 # Share of the bound that a run reaches: kernels reach 75 to 90 % of it, and between them an eager loop waits for launches, for the host
@@ -126,6 +126,8 @@ class Plan:
         if r.train.objective == "tidar":
             count = proposals_of(r, self.config)
             lines.append(f"decoding    {budget} tokens, {block} drafts and {count} proposals a forward: {block * (count + 1)} query tokens")
+            if r.decode.proposals == "auto" and (warning := slow_proposals(r, self.config)):
+                lines.append(f"decoding    {warning}")
         else:
             lines.append(
                 f"decoding    {budget} tokens in {budget // block} blocks of {block}, confidence > {r.decode.confidence_threshold:g}"

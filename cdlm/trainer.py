@@ -54,11 +54,9 @@ class CDLMConfig(TrainingArguments):
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}; allowed: {', '.join(OBJECTIVES)}")
-        for name in ("distill_weight", "consistency_weight", "dlm_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above")
-        if self.alpha < 0:
-            raise ValueError(f"alpha is {self.alpha}; a weight is 0 or above")
+        for name in ("distill_weight", "consistency_weight", "dlm_weight", "alpha"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above, and finite")
         if self.objective == "cdlm" and not any(self.weights.values()):
             raise ValueError("distill_weight, consistency_weight and dlm_weight are all 0: nothing would be trained")
         if self.complementary and (self.objective != "bd3lm" or self.noise_first_cap < 1):

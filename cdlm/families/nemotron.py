@@ -32,7 +32,7 @@ def matches(config: dict[str, Any]) -> bool:
 
 
 def facts(config: dict[str, Any]) -> Facts:
-    drafts = config.get("block_size") or BLOCK
+    drafts = BLOCK if config.get("block_size") is None else config["block_size"]
     return token_facts(config, NAME, logit_shift=True, prompt_attention="causal", block_length=1, draft_length=drafts)
 
 
