@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     roof.add_argument("--context", type=int, default=512, help="tokens of the prompt")
     roof.add_argument("--generate", type=int, default=256, help="tokens generated (the budget)")
     roof.add_argument("--tpf", type=float, default=3.0, help="tokens a forward, for block and tidar")
-    roof.add_argument("--proposals", type=int, metavar="M", help="blocks of masks a forward, for tidar (default: as many as a block is long)")
+    roof.add_argument("--proposals", type=int, metavar="M", help="blocks of masks a forward, for tidar (default: as a block is long)")
     roof.add_argument("--operators", action="store_true", help="also print every operator")
     roof.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     roof.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline there (png, pdf, svg)")

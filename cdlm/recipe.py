@@ -84,9 +84,8 @@ class Decode:
     """max_new_tokens is the budget L_g, block_length is B, confidence_threshold the student's own tau.
 
     Of objective tidar block_length is K, the tokens of a draft, and proposals is M, the blocks of masks that stand behind the drafts in a
-    forward: a number from 1 to K, null for K (the paper's), or auto: what the roofline picks for the recipe's `hardware`, the most with which
-    no operator is bound by compute and a forward still takes no longer than those of single tokens that it stands for
-    (roofline.best_proposals), at least 1.
+    forward: a number from 1 to K, null for K (the paper's), or auto: what the roofline picks for the recipe's `hardware`, the most with
+    which no operator is bound by compute and a forward takes no longer than three of single tokens (roofline.best_proposals), at least 1.
     """
 
     max_new_tokens: int
@@ -582,7 +581,7 @@ def _check_drafts(r: Recipe) -> None:
         if isinstance(count, int) and not 1 <= count <= most:
             raise ValueError(f"{name} is {count}; it must be between 1 and decode.block_length, {most}")
     if "tidar_mix" in (e.methods or ()) and not e.betas:
-        raise ValueError("evaluate.betas is []; evaluate.methods has tidar_mix, which is measured at each of them: name one, or leave it out")
+        raise ValueError("evaluate.betas is []; evaluate.methods has tidar_mix, which is measured at each beta: name one, or leave it out")
     for beta in e.betas:
         if not 0 <= beta <= 1:
             raise ValueError(f"evaluate.betas is {beta}; it must be between 0 and 1")

@@ -266,8 +266,8 @@ def best_proposals(
     shape: Shape, hardware: Hardware, *, block: int, batch: int = 1, context: int = 512, generate: int = 256, size: float = 2,
     tpf: float = ASSUMED_TPF,
 ) -> int:
-    """The most proposals M of those with no operator bound by compute whose forward takes at most `tpf` forwards of one token: at `tpf` tokens a
-    forward, drafting is then no slower than autoregressive decoding. 0: not one, by the roofline drafting does not pay on this card."""
+    """The most proposals M of those with no operator bound by compute whose forward takes at most `tpf` forwards of one token: at `tpf`
+    tokens a forward it is then no slower than autoregressive decoding. 0: not one, by the roofline drafting does not pay on this card."""
     given: dict[str, Any] = {"block": block, "batch": batch, "context": context, "generate": generate, "size": size}
     most = free_proposals(shape, hardware, **given)
     return max((count for count in range(1, most + 1) if forward_over_one(shape, hardware, count, **given) <= tpf), default=0)
@@ -277,7 +277,10 @@ def analyse(
     shape: Shape, hardware: Hardware, mode: str, *, block: int = 32, batch: int = 1, context: int = 512, generate: int = 256,
     tpf: float = ASSUMED_TPF, proposals: int | None = None,
 ) -> dict[str, Any]:
-    """Everything `cdlm roofline` prints of one model, card and mode; times in seconds, sizes in bytes. proposals: M of mode tidar (None: K)."""
+    """Everything `cdlm roofline` prints of one model, card and mode; times in seconds, sizes in bytes.
+
+    proposals: M of mode tidar (None: K).
+    """
     given = {"block": block, "context": context, "generate": generate}
     priced: dict[str, Any] = {**given, "proposals": proposals}
     ops = operators(shape, mode, batch=batch, **priced)

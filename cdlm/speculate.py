@@ -17,12 +17,12 @@ the mask token, which no rule lets stand.
 
 Three rules:
     greedy    the draft is the most probable token of p. The output is the model's own greedy decoding, token for token; so it is in fp32.
-              In 16 bits a row is rounded otherwise in a forward of other queries, and where two tokens are as good as equal either may come.
+              In 16 bits a row is rounded otherwise beside other queries, and where two tokens are as good as equal either may come.
     lossless  accept d with probability min(1, p(d) / q(d)), else draw from max(0, p - q) and stop (Leviathan et al., arXiv
               2211.17192, algorithm 1). The output has the distribution of sampling from p, whatever q is.
     mix       the draft is argmax of beta logits of p + (1 - beta) logits of q (TiDAR, section 3.2; beta 1 is greedy). In the linear
-              layout no mask stands behind the last draft, so there p decides alone; with an adapter no mask stands behind the prompt either,
-              so it decides the first token alone too.
+              layout no mask stands behind the last draft, so there p decides alone; with an adapter no mask stands behind the prompt
+              either, so there p decides the first token alone too.
 
 Knows drafts, rules and rows; knows no checkpoint family and no text.
 Shapes: B rows, A rows still decoding, P prompt tokens, N new tokens, K drafts, Q queries, V vocabulary, D width.
@@ -113,8 +113,8 @@ class SpeculateConfig:
         model_config: of transformers. named: the prompt and budget in the words of whom to tell.
         """
         rope = getattr(model_config, "rope_parameters", None) or {}
-        kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
-        if self.masks_needed and (bad := sorted(kinds & {"dynamic", "longrope"})):
+        kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+        if self.masks_needed and (bad := [kind for kind in kinds if kind in ("dynamic", "longrope")]):
             raise ValueError(
                 f"the model's rope_type is {bad[0]!r}; draft and verify needs positions that are the same however long the text is, "
                 "and masks behind it would change these"

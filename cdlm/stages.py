@@ -183,7 +183,7 @@ class Run:
         return _file_hash(source) if isinstance(source, Path) else str(replace(source, revision=self.hub(which)[1].commit))
 
     def here(self) -> Path | None:
-        """The folder on this machine that holds the model: its own, or the Hub's cache; None when it is still to be fetched, or to be made by
+        """The folder on this machine that holds the model: its own, or the Hub's cache; None when it is still to be fetched, or made by
         another recipe (a folder that is not there, where the recipe has a copy of its config)."""
         r = self.recipe
         if r.scratch is not None:
@@ -795,8 +795,8 @@ def slow_proposals(recipe: Recipe, config: Any) -> str | None:
     if roofline.best_proposals(**priced):
         return None
     return (
-        f"one proposal is the least, and on {recipe.hardware} a forward with it takes {roofline.forward_over_one(count=1, **priced):.1f} times "
-        f"as long as one of a single token: slower than autoregressive decoding below so many tokens a forward"
+        f"one proposal is the least, and on {recipe.hardware} a forward with it takes {roofline.forward_over_one(count=1, **priced):.1f} "
+        "times as long as one of a single token: slower than autoregressive decoding below so many tokens a forward"
     )
 
 
@@ -878,7 +878,7 @@ def export(run: Run) -> None:
             r.name, report=found, base_model=base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
             decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
             lines=report.summary_lines(found["summary"]), has_decoder=threshold is not None,
-            objective=r.train.objective, **kind,
+            objective=r.train.objective, chat_template=r.data.chat_template, **kind,
         )
 
     results = adapter = None

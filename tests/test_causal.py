@@ -239,7 +239,7 @@ def drafting_model(kind, **config):
 
 @pytest.mark.parametrize("kind, config", [("mpt", {}), ("xglm", {"ffn_dim": 48}), ("rwkv", {"attention_hidden_size": 32})])
 def test_a_model_that_does_not_follow_positions_and_masks_is_refused(kind, config):
-    """Distances by the place of a key in the forward (alibi), positions that the model counts for itself, a state: wrong without an error."""
+    """Distances by the place of a key in the forward (alibi), positions that the model counts for itself, a state."""
     with pytest.raises(ValueError, match=r"^here: \w+ForCausalLM computes other logits under this package's positions and masks than by"):
         causal.check(drafting_model(kind, **config), "here")
 
@@ -249,10 +249,17 @@ def test_a_scale_behind_the_head_is_refused():
         causal.check(drafting_model("granite", intermediate_size=48, num_key_value_heads=2, logits_scaling=8.0), "here")
 
 
-def test_a_model_that_takes_no_masks_is_refused_when_it_is_loaded(tmp_path):
-    save(tmp_path, "falcon", config={"alibi": True})
-    with pytest.raises(ValueError, match=r"FalconForCausalLM does not take the positions, masks and cache of this package \(ValueError: too"):
-        families.load(tmp_path, family="causal")
+def test_a_model_that_takes_no_masks_is_refused():
+    with pytest.raises(ValueError, match=r"^here: FalconForCausalLM does not take the positions, masks and cache of this package \("):
+        causal.check(drafting_model("falcon", alibi=True), "here")
+
+
+def test_loading_asks(tmp_path, monkeypatch):
+    save(tmp_path)
+    asked = []
+    monkeypatch.setattr(causal, "check", lambda model, where: asked.append((model.family, where)))
+    families.load(tmp_path, family="causal")
+    assert asked == [("causal", tmp_path)]
 
 
 def test_a_window_by_another_name_is_refused():

@@ -19,7 +19,7 @@ from cdlm.families.decoder import listed, stock_tokenizer, token_facts
 
 NAME = "causal"
 MASK_TOKEN = "<|mask|>"
-TOLERANCE = {True: 1e-3, False: 0.3}  # of a row of logits, in fp32 or not: kernels that round differently may send a token to another expert
+TOLERANCE = {True: 1e-3, False: 0.3}  # of a row of logits, in fp32 or not (other rounding may send a token to another expert)
 ORIGINS = dict.fromkeys(("mask_token_id", "eos_token_ids", "pad_token_id"), "the tokenizer or generation_config.json")
 
 
