@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     roof.add_argument("--context", type=int, default=512, help="tokens of the prompt")
     roof.add_argument("--generate", type=int, default=256, help="tokens generated (the budget)")
     roof.add_argument("--tpf", type=float, default=3.0, help="tokens a forward, for block and tidar")
+    roof.add_argument("--proposals", type=int, metavar="M", help="blocks of masks a forward, for tidar (default: as a block is long)")
     roof.add_argument("--operators", action="store_true", help="also print every operator")
     roof.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     roof.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline there (png, pdf, svg)")
@@ -504,6 +505,7 @@ def _roofline(args: argparse.Namespace) -> int:
     from cdlm.families.shapes import SHAPES
 
     given = {"block": args.block, "batch": args.batch, "context": args.context, "generate": args.generate, "tpf": args.tpf}
+    given["proposals"] = args.proposals
     roofline.check(hardware=args.hardware, modes=args.mode, **given)
     if args.model in SHAPES:
         shape = SHAPES[args.model]
@@ -529,8 +531,8 @@ def _roofline(args: argparse.Namespace) -> int:
     for f in found:
         if f["proposals"] is not None:
             free = f"about {f['proposals']:.1f} blocks of {args.block}"
-            print(f"{f['hardware']}: attention over a long cache takes in {free} a forward for free")
-            print(f"{f['hardware']}: {_free(f, args.block)}")
+            print(f"{f['hardware']}: attention over a long cache takes in {free} a forward before it is bound by compute")
+            print(f"{f['hardware']}: {_free(f, args.block, args.tpf)}")
         if args.operators:
             print(f"\n{f['hardware']}, {f['mode']}:\n{roofline.operator_table(f)}")
     if args.json is not None:
@@ -543,14 +545,15 @@ def _roofline(args: argparse.Namespace) -> int:
     return 0
 
 
-def _free(found: dict, block: int) -> str:
-    """What the largest free number of proposals means."""
-    count = found["free_proposals"]
+def _free(found: dict, block: int, tpf: float) -> str:
+    """What a forward takes in before it is bound by compute, what that costs all the same, and what `proposals: auto` picks."""
+    count, best = found["free_proposals"], found["best_proposals"]
     if not count:
-        return f"no proposal of {block} beside {block} drafts is free: some operator is bound by compute"
+        return f"with one proposal of {block} beside {block} drafts some operator is bound by compute already"
+    picked = f"the most that take at most {tpf:g} are {best}" if best else f"at {tpf:g} tokens a forward not even one proposal pays"
     return (
-        f"{count} proposals of {block} beside {block} drafts are free ({block * (count + 1)} query tokens): no operator is bound by "
-        f"compute; such a forward takes {found['free_forward_over_one']:.2f} times as long as one of a single token"
+        f"{count} proposals of {block} beside {block} drafts ({block * (count + 1)} query tokens) leave no operator bound by "
+        f"compute; such a forward takes {found['free_forward_over_one']:.2f} times as long as one of a single token; {picked}"
     )
 
 

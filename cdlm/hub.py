@@ -144,12 +144,13 @@ def own_rows(report: dict[str, Any], threshold: float | None, objective: str = "
 def card(
     name: str, *, report: dict[str, Any] | None, base_model: str | None, license: str, tags: list[str], datasets: list[str],
     decode: dict[str, Any], table: str, lines: list[str], threshold: float | None, adapter: bool = False, stock: bool = True,
-    objective: str = "cdlm", sampler: dict[str, Any] | None = None,
+    objective: str = "cdlm", sampler: dict[str, Any] | None = None, chat_template: bool = True,
 ) -> str:
     """The model card, made from report.json: front matter with model-index, what was measured, and code that runs.
 
     threshold: as in `eval_results_yaml`. adapter: of the adapter alone, not of the merged model; stock: transformers and the decoder
-    beside the weights suffice. sampler: how a model decodes that decides every slot at every step.
+    beside the weights suffice. sampler: how a model decodes that decides every slot at every step. chat_template: whether prompts were
+    wrapped with it; the code does as the measurement did.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -185,7 +186,7 @@ def card(
 step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm`."""
         if adapter:
             what += f"\nThis is the LoRA adapter alone; it stands on {base_model or 'its base'} and was measured merged into it."
-        use = _usage(decode, adapter, stock)
+        use = _usage(decode, adapter, stock, chat_template)
     elif objective == "ar":
         what = "An autoregressive language model, trained by `cdlm`. Family causal and objective bd3lm make a block diffusion model of it."
         use = "It loads and generates with stock transformers: `AutoModelForCausalLM.from_pretrained(FOLDER).generate(...)`."
@@ -194,8 +195,10 @@ step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm
             f"An autoregressive language model that drafts {decode['block_length']} tokens of its own text from masks and verifies them in "
             "the same forward (TiDAR, arXiv 2511.08923), trained by `cdlm`."
         )
+        picked = (report or {}).get("speculation", {}).get("proposals", decode["proposals"])
+        drafts = f"draft_length={decode['block_length']}" + (f", proposals={picked}" if isinstance(picked, int) else "")
         use = f"""With stock transformers it is an autoregressive model: `AutoModelForCausalLM.from_pretrained(FOLDER).generate(...)`.
-Drafts need `cdlm`; the text is the same:
+Drafts need `cdlm`; the text is the same (in 16 bits up to rounding, where two tokens are as good as equal):
 
 ```python
 import torch
@@ -204,9 +207,9 @@ from cdlm.speculate import SpeculateConfig, speculate
 
 model = families.load("FOLDER")
 tokenizer = families.load_tokenizer("FOLDER", model.facts)
-chat = [{{"role": "user", "content": "..."}}]
-prompt = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
-config = SpeculateConfig({decode['max_new_tokens']}, draft_length={decode['block_length']})
+{_prompt(chat_template)}
+prompt = inputs["input_ids"]
+config = SpeculateConfig({decode['max_new_tokens']}, {drafts})
 answer = speculate(model, prompt, torch.ones_like(prompt, dtype=torch.bool), config)
 print(tokenizer.decode(answer.answer(0, model.facts.eos_token_ids)), answer.tokens_per_forward)
 ```"""
@@ -232,7 +235,15 @@ print(tokenizer.decode(answer.answer(0, model.facts.eos_token_ids)), answer.toke
 """
 
 
-def _usage(decode: dict[str, Any], adapter: bool, stock: bool) -> str:
+def _prompt(chat_template: bool) -> str:
+    """The card's lines that make inputs of a prompt."""
+    if not chat_template:
+        return 'inputs = tokenizer("...", return_tensors="pt")'
+    return """text = tokenizer.apply_chat_template([{"role": "user", "content": "..."}], tokenize=False, add_generation_prompt=True)
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")"""
+
+
+def _usage(decode: dict[str, Any], adapter: bool, stock: bool, chat_template: bool) -> str:
     """The card's code, and what is to be known about it."""
     budget, block, threshold = decode["max_new_tokens"], decode["block_length"], decode["confidence_threshold"]
     if not stock:
@@ -246,8 +257,7 @@ from transformers import AutoTokenizer
 folder = "{PLACE}"
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 model = cdlm.load(folder)
-text = tokenizer.apply_chat_template([{{"role": "user", "content": "..."}}], tokenize=False, add_generation_prompt=True)
-inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+{_prompt(chat_template)}
 config = cdlm.DecodeConfig({budget}, {block}, confidence_threshold={threshold})
 out = cdlm.generate(model, inputs["input_ids"], inputs["attention_mask"].bool(), config)
 print(tokenizer.decode(out.answer(0, model.facts.eos_token_ids), skip_special_tokens=True))
@@ -267,8 +277,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "{PLACE}"
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 model = AutoModelForCausalLM.from_pretrained(folder){loads}
-text = tokenizer.apply_chat_template([{{"role": "user", "content": "..."}}], tokenize=False, add_generation_prompt=True)
-inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+{_prompt(chat_template)}
 out = model.generate({call})
 print(tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```

@@ -16,7 +16,7 @@ from cdlm.canvases import step_bytes
 from cdlm.decode import slots
 from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
-from cdlm.stages import STAGES, Run, is_done, proposals_of, stages_of
+from cdlm.stages import STAGES, Run, is_done, proposals_of, slow_proposals, stages_of
 from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
 
 # Share of the bound that a run reaches: kernels reach 75 to 90 % of it, and between them an eager loop waits for launches, for the host
@@ -134,6 +134,8 @@ class Plan:
         if r.train.objective == "tidar":
             count = proposals_of(r, self.config)
             lines.append(f"decoding    {budget} tokens, {block} drafts and {count} proposals a forward: {block * (count + 1)} query tokens")
+            if r.decode.proposals == "auto" and (warning := slow_proposals(r, self.config)):
+                lines.append(f"decoding    {warning}")
         elif self.redecides:
             teacher, student = run.sampler("teacher"), run.sampler("student")
             lines.append(

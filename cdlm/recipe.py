@@ -112,7 +112,8 @@ class Decode:
     """max_new_tokens is the budget L_g, block_length is B, confidence_threshold the student's own tau.
 
     Of objective tidar block_length is K, the tokens of a draft, and proposals is M, the blocks of masks that stand behind the drafts in a
-    forward: a number from 1 to K, null for K (the paper's), or auto: the most that are free on the recipe's `hardware`, see roofline.py.
+    forward: a number from 1 to K, null for K (the paper's), or auto: what the roofline picks for the recipe's `hardware`, the most with
+    which no operator is bound by compute and a forward takes no longer than three of single tokens (roofline.best_proposals), at least 1.
 
     sampler: of a model that decides every slot at every step, which has no threshold: how the teacher decodes. student_sampler: how the
     student does (null: as the teacher).
@@ -561,7 +562,7 @@ def check(recipe: Recipe) -> None:
     within("evaluate.num_prompts", 1 if e.num_prompts is None else e.num_prompts, 1)
     for name in ("batch_size", "accumulation", "save_steps", "logging_steps"):
         within(f"train.{name}", getattr(t, name), 1)
-    for name in ("distill_weight", "consistency_weight", "dlm_weight"):
+    for name in ("distill_weight", "consistency_weight", "dlm_weight", "alpha"):
         within(f"train.{name}", getattr(t, name) or 0.0, 0)
     within("train.ar_weight", t.ar_weight, 0)
     for name in ("self_conditioning", "finish"):
@@ -672,12 +673,10 @@ def _check_drafts(r: Recipe) -> None:
     from cdlm import roofline
 
     d, e, most = r.decode, r.evaluate, r.decode.block_length
-    if r.train.alpha < 0 or r.train.alpha == float("inf"):
-        raise ValueError(f"train.alpha is {r.train.alpha}; it must be at least 0")
     if r.train.objective != "tidar":
-        given = {"decode.proposals": d.proposals, "evaluate.proposals": e.proposals, "evaluate.draft_model": e.draft_model}
-        for name, value in given.items():
-            if value:
+        given = {f"evaluate.{name}": (getattr(e, name), getattr(Evaluate(), name)) for name in ("proposals", "betas", "draft_model")}
+        for name, (value, default) in {"decode.proposals": (d.proposals, None), **given}.items():
+            if value != default:
                 raise ValueError(f"{name} is {value!r}; objective {r.train.objective} does not read it: leave it out")
         return
     if isinstance(d.proposals, str):
@@ -688,6 +687,8 @@ def _check_drafts(r: Recipe) -> None:
     for name, count in [("decode.proposals", d.proposals), *(("evaluate.proposals", count) for count in e.proposals)]:
         if isinstance(count, int) and not 1 <= count <= most:
             raise ValueError(f"{name} is {count}; it must be between 1 and decode.block_length, {most}")
+    if "tidar_mix" in (e.methods or ()) and not e.betas:
+        raise ValueError("evaluate.betas is []; evaluate.methods has tidar_mix, which is measured at each beta: name one, or leave it out")
     for beta in e.betas:
         if not 0 <= beta <= 1:
             raise ValueError(f"evaluate.betas is {beta}; it must be between 0 and 1")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODES = ("ar", "dlm", "block", "tidar")
+ASSUMED_TPF = 3.0  # tokens a forward of block and tidar, where nothing is known of the model
 
 
 @dataclass(frozen=True)
@@ -234,11 +235,14 @@ def intensity(ops: Iterable[Operator]) -> float:
     return sum(op.flop for op in held) / sum(op.bytes for op in held)
 
 
-def largest_memory_bound_batch(shape: Shape, hardware: Hardware, mode: str, *, block: int, context: int, generate: int) -> int | None:
+def largest_memory_bound_batch(
+    shape: Shape, hardware: Hardware, mode: str, *, block: int, context: int, generate: int, proposals: int | None = None
+) -> int | None:
     """The largest batch whose intensity is under the ridge; 0 if batch 1 is above it, None if no batch reaches it."""
 
     def under(batch: int) -> bool:
-        return intensity(operators(shape, mode, block=block, batch=batch, context=context, generate=generate)) < hardware.ridge
+        given: dict[str, Any] = {"block": block, "context": context, "generate": generate, "proposals": proposals}
+        return intensity(operators(shape, mode, batch=batch, **given)) < hardware.ridge
 
     if not under(1):
         return 0
@@ -254,7 +258,7 @@ def largest_memory_bound_batch(shape: Shape, hardware: Hardware, mode: str, *, b
     return low
 
 
-def proposals(shape: Shape, hardware: Hardware, block: int, size: float = 2) -> float:
+def attention_proposals(shape: Shape, hardware: Hardware, block: int, size: float = 2) -> float:
     """Blocks of queries that attention over a long cache takes in for free: ridge / (G block), G query heads a key-value head.
 
     Attention does 4 H D FLOP a query and key, and reads 2 size G_kv D bytes a key, whatever the length: its intensity is
@@ -268,10 +272,10 @@ def free_proposals(
 ) -> int:
     """The most proposals M, 0 to K, of K masks each that a forward takes in beside K drafts with no operator bound by compute. 0: not one.
 
-    Then more arithmetic is free; what is not is the further bytes of activations and, of experts that are routed to, of weights:
-    `forward_over_one` says how long such a forward takes all the same.
+    Then the arithmetic is free, the forward is not: it moves further bytes of activations and, of experts that more tokens are routed to,
+    of weights. `forward_over_one` says how long it takes all the same; `best_proposals` asks that too.
 
-    `proposals` is the part of attention alone, over a long cache; at batch 1 the weights' products reach the ridge first.
+    `attention_proposals` is the part of attention alone, over a long cache; at batch 1 the weights' products reach the ridge first.
     """
 
     def free(count: int) -> bool:
@@ -292,18 +296,33 @@ def forward_over_one(
     return sum(op.seconds(hardware) for op in all_queries) / sum(op.seconds(hardware) for op in one)
 
 
+def best_proposals(
+    shape: Shape, hardware: Hardware, *, block: int, batch: int = 1, context: int = 512, generate: int = 256, size: float = 2,
+    tpf: float = ASSUMED_TPF,
+) -> int:
+    """The most proposals M of those with no operator bound by compute whose forward takes at most `tpf` forwards of one token: at `tpf`
+    tokens a forward it is then no slower than autoregressive decoding. 0: not one, by the roofline drafting does not pay on this card."""
+    given: dict[str, Any] = {"block": block, "batch": batch, "context": context, "generate": generate, "size": size}
+    most = free_proposals(shape, hardware, **given)
+    return max((count for count in range(1, most + 1) if forward_over_one(shape, hardware, count, **given) <= tpf), default=0)
+
+
 def analyse(
     shape: Shape, hardware: Hardware, mode: str, *, block: int = 32, batch: int = 1, context: int = 512, generate: int = 256,
-    tpf: float = 3.0,
+    tpf: float = ASSUMED_TPF, proposals: int | None = None,
 ) -> dict[str, Any]:
-    """Everything `cdlm roofline` prints of one model, card and mode; times in seconds, sizes in bytes."""
+    """Everything `cdlm roofline` prints of one model, card and mode; times in seconds, sizes in bytes.
+
+    proposals: M of mode tidar (None: K).
+    """
     given = {"block": block, "context": context, "generate": generate}
-    ops = operators(shape, mode, batch=batch, **given)
+    priced: dict[str, Any] = {**given, "proposals": proposals}
+    ops = operators(shape, mode, batch=batch, **priced)
     per_forward = {"ar": 1.0, "dlm": 1.0, "block": tpf, "tidar": tpf}[mode]
     spent = sum(op.seconds(hardware) for op in ops)
     ar = sum(op.seconds(hardware) for op in operators(shape, "ar", batch=batch, **given))
     found = intensity(ops)
-    q = queries(mode, **given)
+    q = queries(mode, **priced)
     most = free_proposals(shape, hardware, batch=batch, **given) if mode == "tidar" else None
     weights, cache = shape.parameters * 2.0, batch * shape.kv_bytes(context + generate, 2)
     return {
@@ -320,10 +339,11 @@ def analyse(
         "tpf": per_forward,
         "tokens_per_second": batch * per_forward / spent,
         "speedup_over_ar": per_forward * ar / spent,
-        "largest_memory_bound_batch": largest_memory_bound_batch(shape, hardware, mode, **given),
+        "largest_memory_bound_batch": largest_memory_bound_batch(shape, hardware, mode, **priced),
         "distinct_experts": distinct_experts(shape.experts, shape.experts_per_token, batch * q) if shape.experts else None,
-        "proposals": proposals(shape, hardware, block) if mode == "tidar" else None,
+        "proposals": attention_proposals(shape, hardware, block) if mode == "tidar" else None,
         "free_proposals": most,
+        "best_proposals": None if most is None else best_proposals(shape, hardware, batch=batch, tpf=tpf, **given),
         "free_forward_over_one": None if most is None else forward_over_one(shape, hardware, most, batch=batch, **given),
         "weight_bytes": weights,
         "kv_bytes": cache if mode != "dlm" else 0.0,
@@ -336,7 +356,9 @@ def analyse(
     }
 
 
-def check(*, hardware: list[str], modes: list[str], block: int, batch: int, context: int, generate: int, tpf: float) -> None:
+def check(
+    *, hardware: list[str], modes: list[str], block: int, batch: int, context: int, generate: int, tpf: float, proposals: int | None = None
+) -> None:
     """A ValueError that names the first bad value and what is allowed."""
     for name in hardware:
         card(name)
@@ -348,6 +370,8 @@ def check(*, hardware: list[str], modes: list[str], block: int, batch: int, cont
             raise ValueError(f"{name} is {value}; it must be at least 1")
     if block > generate and {"block", "tidar"} & set(modes):
         raise ValueError(f"block is {block}; it must be at most the tokens generated, {generate}")
+    if proposals is not None and (not 1 <= proposals <= block or "tidar" not in modes):
+        raise ValueError(f"proposals is {proposals}; it must be between 1 and the block length, {block}, and is of mode tidar")
     if not 0 < tpf <= block:
         raise ValueError(f"tpf is {tpf}; it must be above 0 and at most the block length, {block}")
 

@@ -16,11 +16,13 @@ Only rows of standing drafts stay in the cache, which is at every step that of a
 the mask token, which no rule lets stand.
 
 Three rules:
-    greedy    the draft is the most probable token of p. The output is the model's own greedy decoding, token for token.
+    greedy    the draft is the most probable token of p. The output is the model's own greedy decoding, token for token; so it is in fp32.
+              In 16 bits a row is rounded otherwise beside other queries, and where two tokens are as good as equal either may come.
     lossless  accept d with probability min(1, p(d) / q(d)), else draw from max(0, p - q) and stop (Leviathan et al., arXiv
               2211.17192, algorithm 1). The output has the distribution of sampling from p, whatever q is.
     mix       the draft is argmax of beta logits of p + (1 - beta) logits of q (TiDAR, section 3.2; beta 1 is greedy). In the linear
-              layout no mask stands behind the last draft, so there p decides alone.
+              layout no mask stands behind the last draft, so there p decides alone; with an adapter no mask stands behind the prompt
+              either, so there p decides the first token alone too.
 
 Knows drafts, rules and rows; knows no checkpoint family and no text.
 Shapes: B rows, A rows still decoding, P prompt tokens, N new tokens, K drafts, Q queries, V vocabulary, D width.
@@ -63,6 +65,12 @@ class SpeculateConfig:
     stop_at_eos: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "draft_length", "proposals"):
+            if not (_is_whole(value := getattr(self, name)) or (value is None and name == "proposals")):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number")
+        for name in ("temperature", "beta"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name} is {value!r}; it must be a number")
         for name in ("max_new_tokens", "draft_length"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1 (and below 2**31)")
@@ -89,6 +97,34 @@ class SpeculateConfig:
     def masks_needed(self) -> bool:
         """Whether anything is drafted, or a mask's row is part of the rule."""
         return self.draft_length > 1 or self.rule == "mix"
+
+    @property
+    def most_positions(self) -> int:
+        """Positions behind the prompt that tokens and masks stand at, at most. The last step's first draft is the budget's last token but
+        one; drafts and the last proposal's masks go on behind it. In the linear layout the prompt's own masks may reach further."""
+        overhang = self.draft_length - 1 if self.masks_needed else 0
+        if self.layout == "parallel" and self.masks_needed:
+            overhang += (self.proposals or self.draft_length) - 1
+        return self.max_new_tokens + overhang
+
+    def check_room(self, model_config: Any, prompt: int, named: str) -> None:
+        """A ValueError where the positions of the model are too few for a prompt of so many tokens, or depend on the length of the text.
+
+        model_config: of transformers. named: the prompt and budget in the words of whom to tell.
+        """
+        rope = getattr(model_config, "rope_parameters", None) or {}
+        kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+        if self.masks_needed and (bad := [kind for kind in kinds if kind in ("dynamic", "longrope")]):
+            raise ValueError(
+                f"the model's rope_type is {bad[0]!r}; draft and verify needs positions that are the same however long the text is, "
+                "and masks behind it would change these"
+            )
+        room, needed = getattr(model_config, "max_position_embeddings", None), prompt + self.most_positions
+        if room is not None and needed > room:
+            raise ValueError(
+                f"{named} are {needed} positions with the masks and drafts behind them (draft_length {self.draft_length}, "
+                f"proposals {self.proposals}, layout {self.layout}); the model has {room}"
+            )
 
 
 @dataclass(frozen=True)
@@ -142,6 +178,10 @@ class Speculated:
             queries / (forwards - commits) if forwards > commits else None
             for queries, forwards, commits in zip(self.queries, self.forwards, self.commit_forwards, strict=True)
         ]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _rows_at(row_AQD: Tensor, index_AK: Tensor) -> Tensor:
@@ -231,6 +271,7 @@ class _Linear:
     ):
         self.model, self.drafts, self.masked, self.adapter = model, config.draft_length, config.masks_needed, adapter
         self.cache = model.new_cache(valid_BP.sum(dim=1), prompt_BP.shape[1] + config.max_new_tokens + 2 * self.drafts)
+        self.drafted_AKD: Tensor | None = None
         self.first_row: Tensor | None = None  # the causal row of the first draft, where the drafting forward gave it
         self.forwards, self.queries = 0, 0
 
@@ -243,7 +284,8 @@ class _Linear:
         there = torch.ones(len(first_A), self.drafts - 1, dtype=torch.bool, device=first_A.device)
         self.first_row, self.forwards, self.queries = None, 0, 0
         if self.drafts == 1 or (count_A is None and self.adapter is None):
-            return self.block_AKD[:, 1:], there
+            self.drafted_AKD = self.block_AKD[:, 1:]
+            return self.drafted_AKD, there
         layout = masks.tidar_decoding(self.cache.valid_BK, 1, 1, self.drafts - 1)
         with nullcontext() if self.adapter is None else self.adapter():
             row_AKD = _runs(self.model, layout, first_A[:, None], self.cache)
@@ -251,7 +293,8 @@ class _Linear:
         if self.adapter is None:
             self.cache.accept([1] * len(first_A))
             self.first_row = row_AKD[:, :1]
-        return row_AKD[:, 1:], there
+        self.drafted_AKD = row_AKD[:, 1:]
+        return self.drafted_AKD, there
 
     def verify(self, draft_AK: Tensor) -> Tensor:
         done = 0 if self.first_row is None else 1
@@ -259,6 +302,11 @@ class _Linear:
         row_AKD = _runs(self.model, layout, draft_AK[:, done:], self.cache)
         self.forwards, self.queries = self.forwards + 1, self.queries + self.drafts - done
         return row_AKD if self.first_row is None else torch.cat([self.first_row, row_AKD], dim=1)
+
+    def marginals(self) -> Tensor:
+        """Mask rows that predict what follows each draft but the last, [A, K - 1, D]: those that the drafts came from."""
+        assert self.drafted_AKD is not None
+        return self.drafted_AKD
 
     def keep(self, counts: list[int]) -> None:
         done = 0 if self.first_row is None else 1
@@ -325,7 +373,9 @@ class _Rule:
         return logits.float().index_fill(-1, self.mask_index, -torch.inf)
 
     def probability(self, logits_AKV: Tensor) -> Tensor:
-        return (self.without_mask(logits_AKV).double() / self.config.temperature).softmax(dim=-1)
+        logits_AKV = self.without_mask(logits_AKV).double()
+        below_AKV = logits_AKV - logits_AKV.amax(dim=-1, keepdim=True)  # 0 at the most probable token, whatever it is divided by
+        return (below_AKV / self.config.temperature).softmax(dim=-1)
 
     def first(self, logits_A1V: Tensor, mask_logits_AKV: Tensor) -> Tensor:
         """The token that the prompt is followed by, [A]."""
@@ -372,22 +422,29 @@ def speculate(
     seeds: one a row, for the rule lossless. adapter: makes a context in which an adapter is active: that of the linear layout's
         drafting forward, which keeps nothing then.
     Rows of a batch may accept different numbers of drafts; a row that is done is dropped. One wait for the device a step.
-    Raises FloatingPointError, with the step, when a logit is not finite.
+    Raises FloatingPointError, with the step, when a logit is not finite, be it a token's or a mask's.
     """
     if config.rule == "lossless" and (seeds is None or len(seeds) != prompt_BP.shape[0]):
         raise ValueError(f"rule lossless samples: give one seed for each of the {prompt_BP.shape[0]} rows")
+    for seed in seeds or ():
+        if not _is_whole(seed) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed is {seed!r}; it must be a whole number, between 0 and 2**63 - 1")
     if adapter is not None and config.layout != "linear":
         raise ValueError("adapter is for the drafting forward of the linear layout; in the parallel one drafts and proofs share a forward")
     if model.facts.prompt_attention != "causal":
         raise ValueError(f"draft and verify needs a causal model; this one has prompt_attention {model.facts.prompt_attention!r}")
-    whole = prompt_BP.shape == valid_BP.shape and prompt_BP.shape[1] > 0 and bool(valid_BP[:, -1].all())
+    if valid_BP.dtype != torch.bool:
+        raise ValueError(f"the padding mask is of dtype {valid_BP.dtype}; it must be torch.bool, True for real tokens")
+    whole = prompt_BP.shape == valid_BP.shape and prompt_BP.ndim == 2 and min(prompt_BP.shape) > 0 and bool(valid_BP[:, -1].all())
     if not whole or bool((valid_BP[:, :-1] & ~valid_BP[:, 1:]).any()):
         raise ValueError(
             f"prompts {tuple(prompt_BP.shape)} and padding mask {tuple(valid_BP.shape)} must have one shape, "
-            "hold at least one token a row, and be padded on the left"
+            "hold at least one row and one token a row, and be padded on the left"
         )
+    longest, budget = int(valid_BP.sum(dim=1).max()), config.max_new_tokens
+    config.check_room(model.hf.config, longest, f"a prompt of {longest} tokens and max_new_tokens {budget}")
     facts, device = model.facts, prompt_BP.device
-    batch, drafts, budget = prompt_BP.shape[0], config.draft_length, config.max_new_tokens
+    batch, drafts = prompt_BP.shape[0], config.draft_length
     eos = torch.tensor(facts.eos_token_ids, device=device)
     generators = None if seeds is None else [torch.Generator().manual_seed(seed) for seed in seeds]
     rule = _Rule(config, facts.mask_id, generators, device)
@@ -404,7 +461,7 @@ def speculate(
     row_BD, block_BKD = source.prefill(prompt_BP, valid_BP)
     logits_A1V, mask_logits_AKV = model.head(row_BD[:, None]), model.head(block_BKD)
     first_A = rule.first(logits_A1V, mask_logits_AKV)
-    finite = logits_A1V.isfinite().all()
+    finite = logits_A1V.isfinite().all() & mask_logits_AKV.isfinite().all()
     new_AK, new_count_A = first_A[:, None], torch.ones_like(first_A)
     step = 0
     while True:
@@ -435,13 +492,17 @@ def speculate(
         step += 1
         rule.draw(rows, 2 * drafts - 1)
         hidden_AKD, there_AK = source.guess(first_A, count_A)
-        draft_AK = rule.draft(first_A, model.head(hidden_AKD), there_AK)
+        mask_logits_AKV = model.head(hidden_AKD)
+        draft_AK = rule.draft(first_A, mask_logits_AKV, there_AK)
         logits_AKV = model.head(source.verify(draft_AK))
         marginal_AKV = None
         if config.rule == "mix":
-            marginal_AKV = model.head(source.marginals() if isinstance(source, _Parallel) else hidden_AKD)
+            marginal_AKD = source.marginals()
+            marginal_AKV = mask_logits_AKV if marginal_AKD is hidden_AKD else model.head(marginal_AKD)
         count_A, first_A = rule.stand(logits_AKV, draft_AK, marginal_AKV)
-        finite = logits_AKV.isfinite().all()
+        finite = logits_AKV.isfinite().all() & mask_logits_AKV.isfinite().all()
+        if marginal_AKV is not None:
+            finite = finite & marginal_AKV.isfinite().all()
         ahead = torch.arange(drafts, device=device)
         new_AK = torch.where(ahead == count_A[:, None] - 1, first_A[:, None], draft_AK.roll(-1, dims=1))
         new_count_A = count_A

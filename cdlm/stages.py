@@ -136,22 +136,22 @@ class Run:
         r = self.recipe
         if r.evaluate.autoregressive is None:
             return None
-        folder, family = self._other()
+        folder, family = self._other("autoregressive", None)
         return families.load(folder, family=family, dtype=r.dtype, device=r.device, attention="sdpa")
 
-    def _other(self) -> tuple[Path, str]:
-        """Where evaluate.autoregressive is, and its family (causal for a stock model that states no facts); a ValueError unless a causal
-        LM with this run's tokenizer is there."""
-        r = self.recipe
-        assert r.evaluate.autoregressive is not None
-        folder = r.path(r.evaluate.autoregressive)
+    def _other(self, key: str, family: str | None) -> tuple[Path, str]:
+        """Where the model of a key of evaluate is (autoregressive or draft_model), and its family: the one named, else what its config.json
+        states, else causal; a ValueError unless a causal LM with this run's tokenizer is there."""
+        r, name = self.recipe, f"evaluate.{key}"
+        value = getattr(r.evaluate, key)
+        folder = r.path(value)
         if not (folder / "config.json").is_file():
-            raise ValueError(f"evaluate.autoregressive is {r.evaluate.autoregressive}; no model at {folder}")
+            raise ValueError(f"{name} is {value}; no model at {folder}")
         config = families.read_config(folder)
         stated = native.matches(config) or not causal.is_stock(config)
-        module = families.find(config, None if stated else causal.NAME)
+        module = families.find(config, family or (None if stated else causal.NAME))
         facts = families.facts_of(folder, config, module)
-        autoregressive(facts, "evaluate.autoregressive")
+        autoregressive(facts, name)
         here, there = r.path(r.scratch.tokenizer) if r.scratch else self.here(), folder
         if here is not None:
             from transformers import AutoTokenizer
@@ -159,7 +159,7 @@ class Run:
             own, other = (AutoTokenizer.from_pretrained(place, trust_remote_code=False).get_vocab() for place in (here, there))
             if own != other:
                 raise ValueError(
-                    f"evaluate.autoregressive: the tokenizer in {there} ({len(other)} tokens) differs from the model's in {here} "
+                    f"{name}: the tokenizer in {there} ({len(other)} tokens) differs from the model's in {here} "
                     f"({len(own)} tokens); steps and seconds of the two would not be of the same text"
                 )
         return folder, module.NAME
@@ -204,10 +204,14 @@ class Run:
         return _file_hash(source) if isinstance(source, Path) else str(replace(source, revision=self.hub(which)[1].commit))
 
     def here(self) -> Path | None:
-        """The folder on this machine that holds the model: its own, or the Hub's cache; None when it is still to be fetched."""
+        """The folder on this machine that holds the model: its own, or the Hub's cache; None when it is still to be fetched, or made by
+        another recipe (a folder that is not there, where the recipe has a copy of its config)."""
         r = self.recipe
         if r.scratch is not None:
             return r.path(r.scratch.config).parent
+        assert r.model is not None
+        if r.config is not None and r.model.startswith((".", "/")) and not r.path(r.model).exists():
+            return None
         place = r.model_path()
         if isinstance(place, Path):
             return place
@@ -248,7 +252,9 @@ class Run:
             facts = self.teacher_facts(families.facts_of(place or source, config, families.find(config, r.family)))
             self._check_teacher(facts)
         if r.evaluate.autoregressive is not None:
-            self._other()
+            self._other("autoregressive", None)
+        if r.evaluate.draft_model is not None:
+            self._other("draft_model", r.family)
         model = convert.skeleton(self._stock(config, place))
         self._check_objective(model.config)
         if r.scratch is None and everything and isinstance(place, Path) and (place / "config.json").is_file():
@@ -263,6 +269,8 @@ class Run:
                 f"data.max_prompt_tokens {r.data.max_prompt_tokens} and decode.max_new_tokens {r.decode.max_new_tokens} are {longest} "
                 f"positions; the model has {room}"
             )
+        if r.train.objective == "tidar":
+            self._check_room_of_drafts(model.config)
         if r.train.lora is not None:
             from cdlm.trainer import match_targets
 
@@ -298,6 +306,15 @@ class Run:
         canvas = getattr(config, "canvas_length", None)
         if canvas is not None and r.decode.block_length != canvas:
             raise ValueError(f"decode.block_length is {r.decode.block_length}; this model's canvas has {canvas} slots, and a block is one")
+
+    def _check_room_of_drafts(self, config: Any) -> None:
+        """A ValueError where a model with this config has no positions for the masks and drafts behind the budget."""
+        from cdlm.speculate import SpeculateConfig
+
+        r, d = self.recipe, self.recipe.decode
+        most = max(proposals_of(r, config), *r.evaluate.proposals, 1)
+        asked = f"data.max_prompt_tokens {r.data.max_prompt_tokens} and decode.max_new_tokens {d.max_new_tokens}"
+        SpeculateConfig(d.max_new_tokens, d.block_length, most).check_room(config, r.data.max_prompt_tokens, asked)
 
     def _check_teacher(self, facts: families.Facts) -> None:
         """A ValueError for a model with these facts from which the recipe can't start."""
@@ -914,17 +931,34 @@ def _shape(config: Any) -> roofline.Shape:
 
 
 def proposals_of(recipe: Recipe, config: Any) -> int:
-    """M of the recipe for a model of these sizes: its own number, K, or the most that are free on its card (at least 1)."""
+    """M of the recipe for a model of these sizes: its own number, K, or what the roofline picks for its card (at least 1)."""
     d = recipe.decode
     if isinstance(d.proposals, int):
         return d.proposals
     if d.proposals is None:
         return d.block_length
+    return max(1, roofline.best_proposals(**_priced(recipe, config)))
+
+
+def _priced(recipe: Recipe, config: Any) -> dict[str, Any]:
+    """What the roofline asks of a recipe and a model of these sizes to price drafts."""
+    d = recipe.decode
     assert recipe.hardware is not None
-    size, context = families.DTYPES[recipe.dtype].itemsize, recipe.data.max_prompt_tokens
-    return max(1, roofline.free_proposals(
-        _shape(config), roofline.card(recipe.hardware), block=d.block_length, context=context, generate=d.max_new_tokens, size=size,
-    ))  # fmt: skip
+    return {
+        "shape": _shape(config), "hardware": roofline.card(recipe.hardware), "block": d.block_length,
+        "context": recipe.data.max_prompt_tokens, "generate": d.max_new_tokens, "size": families.DTYPES[recipe.dtype].itemsize,
+    }
+
+
+def slow_proposals(recipe: Recipe, config: Any) -> str | None:
+    """What to say of proposals auto where by the roofline not even one pays on the recipe's card; None where one does."""
+    priced = _priced(recipe, config)
+    if roofline.best_proposals(**priced):
+        return None
+    return (
+        f"one proposal is the least, and on {recipe.hardware} a forward with it takes {roofline.forward_over_one(count=1, **priced):.1f} "
+        "times as long as one of a single token: slower than autoregressive decoding below so many tokens a forward"
+    )
 
 
 def _drafting(run: Run, base: DiffusionLM, student: DiffusionLM, base_weights: Callable[[], Any]) -> dict[str, list[Any]]:
@@ -945,7 +979,8 @@ def _drafting(run: Run, base: DiffusionLM, student: DiffusionLM, base_weights: C
 
     assistant = None
     if e.draft_model is not None and "assisted" in (e.methods or ()):
-        assistant = families.load(r.path(e.draft_model), family=r.family, dtype=r.dtype, device=r.device, attention="sdpa").hf
+        folder, family = run._other("draft_model", r.family)
+        assistant = families.load(folder, family=family, dtype=r.dtype, device=r.device, attention="sdpa").hf
     return {
         "autoregressive": [of_base("autoregressive", SpeculateConfig(budget, 1))],
         "student_autoregressive": [of_student("student_autoregressive", None, draft_length=1)],
@@ -1012,7 +1047,8 @@ def export(run: Run) -> None:
         return hub.card(
             r.name, report=found, base_model=base_model, license=r.export.license, tags=r.export.tags, datasets=r.export.datasets,
             decode=r.section("decode")["decode"], table=report.markdown_table(report.table(rows)),
-            lines=report.summary_lines(found["summary"]), threshold=threshold, objective=r.train.objective, sampler=decoding, **kind,
+            lines=report.summary_lines(found["summary"]), threshold=threshold, objective=r.train.objective, sampler=decoding,
+            chat_template=r.data.chat_template, **kind,
         )
 
     results = adapter = None

@@ -65,12 +65,9 @@ class CDLMConfig(TrainingArguments):
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}; allowed: {', '.join(OBJECTIVES)}")
-        for name in ("distill_weight", "consistency_weight", "dlm_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above")
-        for name in ("alpha", "ar_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above")
+        for name in ("distill_weight", "consistency_weight", "dlm_weight", "alpha", "ar_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; a weight is 0 or above, and finite")
         for name in ("self_conditioning", "finish"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; a probability is between 0 and 1")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from conftest import TINY, random_prompts
 from cdlm import families
 from cdlm.decode import DecodeConfig, decode
 from cdlm.families import causal, native
-from cdlm.families.base import Facts
+from cdlm.families.base import DiffusionLM, Facts
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
 WORDS = ("<|endoftext|>", "<|eos|>", "<|unk|>", *(f"w{i}" for i in range(37)))  # 40 tokens, no mask; a qwen2 adds the first by itself
@@ -217,3 +218,59 @@ def test_generate_from_the_command_line_is_autoregressive(tmp_path, capsys):
     out = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, suppress_tokens=[1], pad_token_id=0)
     answer = [t for t in out[0, ids.shape[1] :].tolist() if t != 2]
     assert tokenizer.decode(answer) in capsys.readouterr().out
+
+
+def drafting_model(kind, **config):
+    """A random model of another architecture than the loader's attention takes, or one with a trait, without files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoConfig.for_model(
+        kind, vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, pad_token_id=0,
+        eos_token_id=2, bos_token_id=None, **config,
+    )
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, 2.0 * parameter.shape[1] ** -0.5)
+    return DiffusionLM(hf, Facts(40, (2,), 0, logit_shift=True, prompt_attention="causal"), "causal").eval()
+
+
+@pytest.mark.parametrize("kind, config", [("mpt", {}), ("xglm", {"ffn_dim": 48}), ("rwkv", {"attention_hidden_size": 32})])
+def test_a_model_that_does_not_follow_positions_and_masks_is_refused(kind, config):
+    """Distances by the place of a key in the forward (alibi), positions that the model counts for itself, a state."""
+    with pytest.raises(ValueError, match=r"^here: \w+ForCausalLM computes other logits under this package's positions and masks than by"):
+        causal.check(drafting_model(kind, **config), "here")
+
+
+def test_a_scale_behind_the_head_is_refused():
+    with pytest.raises(ValueError, match="or it scales or caps its logits"):
+        causal.check(drafting_model("granite", intermediate_size=48, num_key_value_heads=2, logits_scaling=8.0), "here")
+
+
+def test_a_model_that_takes_no_masks_is_refused():
+    with pytest.raises(ValueError, match=r"^here: FalconForCausalLM does not take the positions, masks and cache of this package \("):
+        causal.check(drafting_model("falcon", alibi=True), "here")
+
+
+def test_loading_asks(tmp_path, monkeypatch):
+    save(tmp_path)
+    asked = []
+    monkeypatch.setattr(causal, "check", lambda model, where: asked.append((model.family, where)))
+    families.load(tmp_path, family="causal")
+    assert asked == [("causal", tmp_path)]
+
+
+def test_a_window_by_another_name_is_refused():
+    from transformers import GPTNeoConfig
+
+    with pytest.raises(ValueError, match=r"^family causal: this model has attention_types .*; only full attention can be block-causal"):
+        causal.prepare(SimpleNamespace(config=GPTNeoConfig()), None, "here")
+
+
+@pytest.mark.parametrize("kind, config", [("gpt2", {}), ("llama", {"intermediate_size": 48}), ("olmo2", {"intermediate_size": 48})])
+def test_what_follows_them_is_taken_in_either_precision(kind, config):
+    model = drafting_model(kind, **config)
+    for dtype in (torch.float32, torch.bfloat16):
+        causal.check(model.to(dtype), "here")

@@ -11,9 +11,10 @@ import torch
 from conftest import random_prompts
 from safetensors.torch import load_file, save_file
 
-from cdlm import cli, families
+from cdlm import cli, families, masks
 from cdlm.decode import DecodeConfig, decode
 from cdlm.families import nemotron
+from cdlm.speculate import SpeculateConfig, speculate
 
 CONFIG = {
     "architectures": ["NemotronLabsDiffusionModel"], "attention_bias": False, "attention_dropout": 0.0, "block_size": 32, "bos_token_id": 1,
@@ -113,6 +114,55 @@ def test_the_adapter_is_on_in_the_drafting_forward_and_off_elsewhere(folder):
     with drafting():
         assert torch.allclose(logits(base), wanted, atol=1e-4) and not torch.allclose(wanted, plain, atol=0.1)
     assert torch.equal(logits(base), plain)
+
+
+def test_with_the_adapter_in_the_drafting_forwards_the_text_is_the_autoregressive_one(folder):
+    """The linear layout: the prompt's forward, then in each step one that drafts (adapter on) and one that verifies (off)."""
+    where = adapter(folder)
+    prompt, valid = random_prompts([7, 4, 1], vocab=99)
+    wanted = decode(families.load(folder), prompt, valid, DecodeConfig(12, 1, tokens_per_step=1))
+    model = families.load(folder)
+    drafting = nemotron.drafting(model.hf, where)
+    adapted, on = [module for module in model.hf.modules() if hasattr(module, "lora_A")], []
+    model.hf.model.register_forward_pre_hook(lambda *_: on.append({not module.disable_adapters for module in adapted}))
+    found = speculate(model, prompt, valid, SpeculateConfig(12, 4, layout="linear"), adapter=drafting)
+    assert torch.equal(found.ids_BN, wanted.ids_BN) and found.stop == wanted.stop
+    assert on == [{False}, *([{True}, {False}] * max(found.steps))] and max(found.steps) > 2
+
+
+def test_its_block_diffusion_mode_is_a_plain_loop(folder):
+    """Blocks of 8 by confidence above 0.9, at least one slot a step, masks in the whole block; finished blocks are causal text."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["diffusion_head.weight"] *= 4  # confidences on either side of the threshold
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "block_size": 8}))
+    mode = families.load(folder).diffusion_mode()
+    prompt, valid = random_prompts([7, 4], vocab=99)
+    found = decode(mode, prompt, valid, DecodeConfig(16, 8, confidence_threshold=0.9, stop_at_eos=False))
+    for row in range(2):
+        text, steps = prompt[row][valid[row]], 0
+        for _ in range(2):
+            block, length = torch.full((8,), 100), len(text)
+            horizon = torch.tensor([[*range(length), *[length + 7] * 8]])
+            seen = masks.clean(horizon, torch.arange(length + 8)[None], torch.ones(1, length + 8, dtype=torch.bool))
+            while (block == 100).any():
+                with torch.no_grad():
+                    logits = mode.hf(input_ids=torch.cat([text, block])[None], attention_mask=masks.dense(seen)).logits[0, length:]
+                probability = logits.softmax(dim=-1)
+                probability[:, 100] = 0
+                best, token = probability.max(dim=-1)
+                best = best.masked_fill(block != 100, -1)
+                sure = best > 0.9
+                sure[best.argmax()] = True
+                block, steps = torch.where(sure, token, block), steps + 1
+            text = torch.cat([text, block])
+        assert found.filled_BM[row].tolist() == text[-16:].tolist() and found.steps[row] == steps < 16
+
+
+def test_a_stated_block_size_of_zero_is_not_the_usual_one(folder):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "block_size": 0}))
+    with pytest.raises(ValueError, match="draft_length is 0"):
+        families.load(folder)
 
 
 def test_an_adapter_of_another_model_is_refused(folder):

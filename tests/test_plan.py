@@ -1,6 +1,7 @@
 """What --dry-run says of the real recipes, offline: parameters, bytes and steps by hand, hours against the paper's."""
 
 import re
+import shlex
 import socket
 
 import pytest
@@ -266,3 +267,23 @@ def test_questions_that_are_not_counted_do_not_divide(capsys):
     """An objective that trains on answers, its questions on the Hub and no number of them in the recipe."""
     assert cli.main(["distill", str(RECIPES / "tiny-a2d.yaml"), "--dry-run", "--set", "data.prompts=hub:a/b@main"]) == 0
     assert "1400 steps of 32 rows (of rows that are not counted here)" in capsys.readouterr().out
+
+
+def test_the_later_stages_in_a_header_are_planned_before_the_first_has_run(capsys, monkeypatch):
+    """The commands of the recipe's own header, each with --dry-run, from the repository's folder; nothing is fetched."""
+    monkeypatch.chdir(ROOT)
+    header = [line[1:].strip() for line in (RECIPES / "zaya1-8b-tidar.yaml").read_text().splitlines() if line.startswith("#")]
+    commands = []
+    for line in header:
+        if line.startswith("cdlm distill ") and "--set" in line:
+            commands.append(line)
+        elif line.startswith("--set "):
+            commands[-1] += " " + line
+    assert len(commands) == 2 and all(command.count("--set") >= 4 for command in commands)
+    for command, budget in zip(commands, (130016, 4096), strict=True):
+        assert cli.main([*shlex.split(command)[1:], "--dry-run"]) == 0
+        printed = capsys.readouterr().out
+        assert "not here    the model; its sizes are those of" in printed
+        assert f"decoding    {budget} tokens, 16 drafts and 5 proposals" in printed
+    assert cli.main([*shlex.split(commands[0])[1:], "--dry-run", "--set", "decode.max_new_tokens=130032"]) == 2
+    assert "131075 positions with the masks and drafts behind them" in capsys.readouterr().err

@@ -33,9 +33,9 @@ def test_the_papers_ridge():
 def test_block_proposals_of_zyphra():
     """"About 3" on MI300X and "about 5" on MI355X: ridge 246.7 / (4 x 16) = 3.85, and 314.6 / 64 = 4.92."""
     shape = SHAPES["zaya1-8b"]
-    assert roofline.proposals(shape, roofline.HARDWARE["MI300X"], 16) == pytest.approx(1307.4 / 5.3 / 64)
-    assert int(roofline.proposals(shape, roofline.HARDWARE["MI300X"], 16)) == 3
-    assert round(roofline.proposals(shape, roofline.HARDWARE["MI355X"], 16)) == 5
+    assert roofline.attention_proposals(shape, roofline.HARDWARE["MI300X"], 16) == pytest.approx(1307.4 / 5.3 / 64)
+    assert int(roofline.attention_proposals(shape, roofline.HARDWARE["MI300X"], 16)) == 3
+    assert round(roofline.attention_proposals(shape, roofline.HARDWARE["MI355X"], 16)) == 5
 
 
 def test_distinct_experts():
@@ -144,7 +144,7 @@ def test_free_proposals_by_hand():
     shape = roofline.Shape(layers=2, hidden=8192, heads=64, kv_heads=16, head_dim=128, intermediate=8192, vocab=8192)
     card = roofline.Hardware("hand", 100e12, None, 1e12, 80e9)
     given = {"block": 5, "context": 10**6, "generate": 2}
-    assert roofline.proposals(shape, card, 5) == pytest.approx(5) and roofline.free_proposals(shape, card, **given) == 4
+    assert roofline.attention_proposals(shape, card, 5) == pytest.approx(5) and roofline.free_proposals(shape, card, **given) == 4
     for count, bound in ((4, "memory"), (5, "compute")):
         ops = {op.name: op for op in roofline.operators(shape, "tidar", batch=1, proposals=count, **given)}
         assert ops["attention: scores and values"].bound(card) == bound and ops["mlp: gate"].bound(card) == "memory"
@@ -164,12 +164,32 @@ def test_one_proposal_more_than_is_free_is_not(card, name):
     assert 0 <= most < 16 and "compute" in bounds[1] and (most == 0 or bounds[0] == {"memory"})
 
 
+def test_the_proposals_that_auto_takes_cost_no_more_than_the_tokens_they_bring():
+    """Of zaya1-8b on MI300X four proposals leave all bound by memory, but such a forward reads nearly all experts."""
+    shape, hardware, given = SHAPES["zaya1-8b"], roofline.HARDWARE["MI300X"], {"block": 16, "batch": 1, "context": 512, "generate": 256}
+    over = [roofline.forward_over_one(shape, hardware, count, **given) for count in range(1, 17)]
+    most = roofline.free_proposals(shape, hardware, **given)
+    for tpf in (1.5, 3.0, over[0], over[most - 1], 100.0):
+        wanted = sum(longer <= tpf for longer in over[:most])
+        assert roofline.best_proposals(shape, hardware, tpf=tpf, **given) == wanted
+    assert roofline.best_proposals(shape, hardware, tpf=over[0] * 0.99, **given) == 0
+
+
+def test_a_number_of_proposals_is_priced(capsys):
+    """16 drafts and 2 proposals of 16: 48 query tokens, by hand."""
+    found = roofline.analyse(SHAPES["llama-3.1-8b"], roofline.card("H100"), "tidar", block=16, tpf=4.0, proposals=2)
+    ops = roofline.operators(SHAPES["llama-3.1-8b"], "tidar", block=16, batch=1, context=512, generate=256, proposals=2)
+    assert found["queries"] == 48 and found["seconds_per_forward"] == sum(op.seconds(roofline.card("H100")) for op in ops)
+    assert cli.main(["roofline", "llama-3.1-8b", "--hardware", "H100", "--mode", "tidar", "--block", "16", "--proposals", "2"]) == 0
+    assert " 48 " in capsys.readouterr().out
+
+
 def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     arguments = ["roofline", "zaya1-8b", "--hardware", "MI300X,H100", "--mode", "ar,block,tidar", "--block", "16", "--operators"]
     assert cli.main([*arguments, "--json", str(tmp_path / "a" / "x.json"), "--plot", str(tmp_path / "b" / "x.png")]) == 0
     said = capsys.readouterr().out
     assert "MI300X: attention over a long cache takes in about 3.9 blocks of 16" in said and "experts: down" in said
-    assert "MI300X: 4 proposals of 16 beside 16 drafts are free (80 query tokens)" in said
+    assert "MI300X: 4 proposals of 16 beside 16 drafts (80 query tokens) leave no operator bound by compute" in said
     one, all_queries = (
         sum(op.seconds(roofline.card("MI300X")) for op in roofline.operators(
             SHAPES["zaya1-8b"], mode, block=16, batch=1, context=512, generate=256, proposals=4
@@ -233,6 +253,8 @@ def test_a_folder_is_read(capsys):
     (["llada-9b"], "no model 'llada-9b': neither a file or folder here nor one of llada-8b"),
     (["llada-8b", "--batch", "0"], "batch is 0; it must be at least 1"),
     (["llada-8b", "--tpf", "33"], "tpf is 33.0; it must be above 0 and at most the block length, 32"),
+    (["llada-8b", "--mode", "tidar", "--proposals", "33"], "proposals is 33; it must be between 1 and the block length, 32"),
+    (["llada-8b", "--proposals", "2"], "proposals is 2; it must be between 1 and the block length, 32, and is of mode tidar"),
     (["llada-8b", "--block", "512"], "block is 512; it must be at most the tokens generated, 256"),
     (["llada-8b", "--generate", "16"], "block is 32; it must be at most the tokens generated, 16"),
     (["llada-8b", "--plot", "x.txt"], "--plot x.txt: allowed endings: .png, .pdf, .svg"),

@@ -272,6 +272,33 @@ def test_lossless_samples_have_the_autoregressive_distribution(drafts, proposals
     assert chi_square(found.ids_BN, text, drafted.detach()) < 1e-12
 
 
+def exactly(model, vocab, length, samples, config):
+    """p-value of so many sampled texts, which have no end token, under the exact autoregressive distribution; and how many drafts stood."""
+    prompt, tokens = torch.tensor([[3, 2, 3, 0]]), [token for token in range(vocab) if token != 1]
+    text = torch.tensor(list(itertools.product(tokens, repeat=length)))
+    whole = torch.cat([prompt.expand(len(text), -1), text], dim=1)
+    with torch.no_grad():
+        logits = model.sequence_logits(whole, torch.ones_like(whole, dtype=torch.bool), torch.full((len(whole),), 4), 1)[:, 4:]
+    base = torch.tensor([vocab**i for i in range(length)])
+    expected = torch.zeros(vocab**length, dtype=torch.float64)
+    expected[(text * base).sum(dim=1)] = probabilities(logits, text, config.temperature) * samples
+    many = prompt.expand(samples, -1)
+    found = speculate(model, many, torch.ones_like(many, dtype=torch.bool), config, seeds=list(range(samples)))
+    observed = torch.bincount((found.ids_BN * base).sum(dim=1), minlength=len(expected)).double()
+    large = expected >= 5
+    cells = [torch.cat([x[large], x[~large].sum()[None]]) for x in (observed, expected)]
+    statistic = ((cells[0] - cells[1]) ** 2 / cells[1].clamp(min=1e-9)).sum()
+    p_value = float(torch.special.gammaincc(torch.tensor(int(large.sum()) / 2, dtype=torch.float64), statistic / 2))
+    return p_value, [sum(row[r] for row in found.accepted) for r in range(config.draft_length + 1)]
+
+
+def test_a_proposals_tail_and_missing_drafts_are_lossless_too():
+    """One proposal for four lengths: behind two or more drafts that stand, the next are its tail, and then there are none."""
+    model = random_model("llama", facts={**CAUSAL, "eos_token_ids": (1000,)}, vocab=4, seed=4, scale=1.0)
+    p_value, stood = exactly(model, 4, 5, 4000, SpeculateConfig(5, 4, 1, rule="lossless", temperature=1.5))
+    assert min(stood[1:]) > 200 and p_value > 0.01, (p_value, stood)
+
+
 def test_a_sample_depends_on_its_seed_alone():
     model = small_model()
     prompt, valid = random_prompts([4, 2, 6], vocab=VOCAB)
@@ -356,6 +383,13 @@ def test_mix_with_few_proposals_and_in_the_linear_layout_decodes_to_the_end():
         ({"temperature": float("nan")}, "temperature is nan; it must be finite"),
         ({"beta": 0.5}, "beta is 0.5 and rule 'greedy'"),
         ({"beta": 1.5, "rule": "mix"}, "beta is 1.5 and rule 'mix'"),
+        ({"max_new_tokens": 8.5}, "max_new_tokens is 8.5; it must be a whole number"),
+        ({"max_new_tokens": True}, "max_new_tokens is True; it must be a whole number"),
+        ({"draft_length": "8"}, "draft_length is '8'; it must be a whole number"),
+        ({"draft_length": None}, "draft_length is None; it must be a whole number"),
+        ({"proposals": True}, "proposals is True; it must be a whole number"),
+        ({"temperature": None, "rule": "lossless"}, "temperature is None; it must be a number"),
+        ({"beta": "x", "rule": "mix"}, "beta is 'x'; it must be a number"),
     ],
 )
 def test_a_bad_value_is_named(values, message):
@@ -370,12 +404,81 @@ def test_what_can_not_be_decoded_is_refused():
         speculate(model, prompt, valid, SpeculateConfig(8, 4, rule="lossless", temperature=1.0))
     with pytest.raises(ValueError, match="padded on the left"):
         speculate(model, prompt, valid.flip(1), SpeculateConfig(8, 4))
+    for seed in (-1, 2**70, 1.5):
+        with pytest.raises(ValueError, match=f"seed is {seed}; it must be a whole number, between 0 and"):
+            speculate(model, prompt, valid, SpeculateConfig(8, 4, rule="lossless", temperature=1.0), seeds=[1, seed])
+    with pytest.raises(ValueError, match=r"at least one row"):
+        speculate(model, prompt[:0], valid[:0], SpeculateConfig(8, 4))
+    with pytest.raises(ValueError, match=r"padding mask is of dtype torch.float32"):
+        speculate(model, prompt, valid.float(), SpeculateConfig(8, 4))
     with pytest.raises(ValueError, match="needs a causal model"):
         speculate(random_model("llama"), prompt, valid, SpeculateConfig(8, 4))
     broken = causal_model()
     broken.hf.lm_head.weight.data[5] = torch.nan
     with pytest.raises(FloatingPointError, match="step 0"):
         speculate(broken, prompt, valid, SpeculateConfig(8, 4))
+
+
+class Broken(DiffusionLM):
+    """Mask rows that are not finite, at the prompt or from the first step on."""
+
+    def __init__(self, model, since):
+        super().__init__(model.hf, model.facts, model.family)
+        self.since, self.forwards = since, 0
+
+    def packed_hidden(self, ids, position, sight, before, cache=None):
+        rows = super().packed_hidden(ids, position, sight, before, cache)
+        self.forwards += 1
+        bad = (ids == self.facts.mask_token_id) & (self.forwards > self.since)
+        return torch.where(bad[..., None], torch.nan, rows)
+
+
+@pytest.mark.parametrize("layout", ["parallel", "linear"])
+@pytest.mark.parametrize("rule", [{"rule": "mix", "beta": 0.5}, {"rule": "lossless", "temperature": 1.0}, {}])
+@pytest.mark.parametrize("since", [0, 1])
+def test_mask_rows_that_are_not_finite_stop_it(since, rule, layout):
+    prompt, valid = random_prompts([4, 2, 6], seed=1)
+    with pytest.raises(FloatingPointError, match=r"a logit is not finite in step [012]:"):
+        speculate(Broken(causal_model(seed=1), since), prompt, valid, SpeculateConfig(8, 4, layout=layout, **rule), seeds=[1, 2, 3])
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-308, 5e-324])
+def test_a_very_low_temperature_is_greedy(temperature):
+    model = causal_model(seed=1)
+    prompt, valid = random_prompts([4, 2, 6], seed=1)
+    config = SpeculateConfig(8, 4, rule="lossless", temperature=temperature)
+    assert torch.equal(speculate(model, prompt, valid, config, seeds=[1, 2, 3]).ids_BN, greedy(model, prompt, valid, 8).ids_BN)
+
+
+@pytest.mark.parametrize(
+    "drafts, proposals, layout", [(4, None, "parallel"), (4, 1, "parallel"), (4, None, "linear"), (1, None, "parallel")]
+)
+@pytest.mark.parametrize("budget", [1, 9])
+def test_no_mask_or_draft_stands_behind_the_positions_that_are_asked_for(budget, drafts, proposals, layout):
+    """Drafts that are always right go furthest. One position less is refused before any forward."""
+    model = causal_model(seed=1)
+    prompt, valid = random_prompts([6, 3], seed=1)
+    prophet, seen = Prophet(model, prompt, valid, 20, wrong=10**6), []
+    forward = prophet.packed_hidden
+    prophet.packed_hidden = lambda ids, position, *rest: seen.append(int(position.max())) or forward(ids, position, *rest)
+    config = SpeculateConfig(budget, drafts, proposals, layout, stop_at_eos=False)
+    speculate(prophet, prompt, valid, config)
+    assert max(seen) < 6 + config.most_positions <= 6 + budget + 2 * drafts
+    model.hf.config.max_position_embeddings = 6 + config.most_positions - 1
+    seen.clear()
+    with pytest.raises(ValueError, match=f"a prompt of 6 tokens and max_new_tokens {budget} are {6 + config.most_positions} positions"):
+        speculate(prophet, prompt, valid, config)
+    assert not seen
+
+
+def test_positions_that_depend_on_the_length_of_the_text_are_refused():
+    model = causal_model()
+    prompt, valid = random_prompts([4])
+    for kind in ("dynamic", "longrope"):
+        model.hf.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4}
+        with pytest.raises(ValueError, match=f"the model's rope_type is '{kind}'; draft and verify needs positions that are the same"):
+            speculate(model, prompt, valid, SpeculateConfig(8, 4))
+    assert speculate(model, prompt, valid, SpeculateConfig(2, 1)).steps, "nothing is drafted"
 
 
 def test_what_a_forward_costs_is_counted():

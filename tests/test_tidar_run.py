@@ -9,7 +9,7 @@ import torch
 import yaml
 from conftest import TINY, random_model, random_prompts
 
-from cdlm import cli, families, masks, roofline, stages
+from cdlm import cli, families, hub, masks, roofline, stages
 from cdlm import recipe as recipes
 from cdlm.decode import DecodeConfig, decode
 from cdlm.evaluate import speculation
@@ -18,6 +18,7 @@ from cdlm.families.base import Facts
 from cdlm.speculate import SpeculateConfig, speculate
 
 K = 4
+AR = ["train.objective=ar", "train.alpha=1.0", "evaluate.proposals=[]", "evaluate.draft_model=null", "evaluate.methods=[autoregressive]"]
 
 
 def values(*, lora=False) -> dict:
@@ -133,15 +134,16 @@ def test_transformers_generation_is_counted():
 
 
 def test_what_a_run_drafts_with_is_what_the_recipe_says(tmp_path):
-    """auto takes the most that are free on the recipe's card, null the paper's K."""
+    """auto takes what pays on the recipe's card, null the paper's K."""
     path = write(tmp_path)
     model = families.load(tmp_path / "teacher", family="causal")
     shape = roofline.shape_of_config(model.hf.config.to_dict(), "here")
-    most = roofline.free_proposals(shape, roofline.card("A100"), block=K, context=24, generate=16, size=4)
+    most = roofline.best_proposals(shape, roofline.card("A100"), block=K, context=24, generate=16, size=4)
     for stated, wanted in ((None, K), (3, 3), ("auto", most)):
         text = "null" if stated is None else stated
         recipe = recipes.load(path, [f"decode.proposals={text}", "hardware=A100"])
         assert stages.proposals_of(recipe, model.hf.config) == wanted
+        assert (stages.slow_proposals(recipe, model.hf.config) is None) == (most >= 1)
     assert most >= 1
 
 
@@ -155,6 +157,10 @@ def test_what_a_run_drafts_with_is_what_the_recipe_says(tmp_path):
         (["evaluate.proposals=[0]"], "evaluate.proposals is 0; it must be between 1 and"),
         (["evaluate.betas=[2.0]"], "evaluate.betas is 2.0; it must be between 0 and 1"),
         (["evaluate.draft_model=nowhere"], "evaluate.draft_model: no folder at"),
+        (["evaluate.betas=[]"], "evaluate.betas is []; evaluate.methods has tidar_mix"),
+        (["train.alpha=.nan"], "train.alpha is nan; it must be at least 0"),
+        ([*AR, "decode.proposals=0"], "decode.proposals is 0; objective ar does not read it"),
+        ([*AR, "evaluate.betas=[7.0]"], "evaluate.betas is [7.0]; objective ar does not read it"),
         (["evaluate.draft_model=null", "evaluate.methods=[assisted]"], "evaluate.methods has assisted; it needs evaluate.draft_model"),
         (["train.alpha=-1"], "train.alpha is -1.0; it must be at least 0"),
         (["train.objective=ar"], "train.alpha is 0.5; objective ar does not read it"),
@@ -176,6 +182,38 @@ def test_a_model_that_is_not_causal_is_refused(run, tmp_path, capsys):
     recipe = tmp_path / "here" / run[0].name
     assert cli.main(["distill", str(recipe), "--set", "family=null", "--out", str(tmp_path / "out")]) == 2
     assert "objective tidar needs a causal model with shifted logits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change, message", [
+    ("evaluate.draft_model=other", "evaluate.draft_model: the tokenizer in"),
+    ("decode.max_new_tokens=228", "data.max_prompt_tokens 24 and decode.max_new_tokens 228 are 258 positions with the masks and drafts"),
+    ("model=stretched", "the model's rope_type is 'dynamic'; draft and verify needs positions that are the same"),
+])  # fmt: skip
+def test_what_can_not_draft_is_refused_before_any_work(run, tmp_path, capsys, change, message):
+    """A draft model of other tokens; masks behind the model's last position; positions that depend on the length."""
+    here = tmp_path / "here"
+    shutil.copytree(run[0].parent, here, ignore=shutil.ignore_patterns("out"))
+    for name in ("other", "stretched"):
+        shutil.copytree(here / "teacher", here / name)
+    stored = json.loads((here / "other" / "tokenizer.json").read_text())
+    stored["model"]["vocab"]["one more"] = 1 + max(stored["model"]["vocab"].values())
+    (here / "other" / "tokenizer.json").write_text(json.dumps(stored))
+    config = json.loads((here / "stretched" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    (here / "stretched" / "config.json").write_text(json.dumps(config))
+    assert cli.main(["distill", str(here / run[0].name), "--set", change, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err and not list(tmp_path.glob("out/*"))
+
+
+def test_the_cards_code_does_what_was_measured(run):
+    """Its own number of proposals, and a plain prompt where the recipe has no chat template."""
+    card = (run[1] / "export" / "README.md").read_text()
+    assert f"SpeculateConfig({mini.BUDGET}, draft_length={K}, proposals={K})" in card and "apply_chat_template" in card
+    given = {"base_model": None, "license": "mit", "tags": [], "datasets": [], "table": "", "lines": [], "has_decoder": False}
+    stated = {"max_new_tokens": 8, "block_length": 4, "confidence_threshold": 0.9, "proposals": "auto"}
+    plain = hub.card("x", report=None, decode=stated, objective="tidar", chat_template=False, **given)
+    assert 'inputs = tokenizer("...", return_tensors="pt")' in plain and "apply_chat_template" not in plain
+    assert "SpeculateConfig(8, draft_length=4)" in plain
 
 
 def test_mean_drafts_that_stand():

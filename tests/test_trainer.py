@@ -322,6 +322,7 @@ def test_length_grouped_batches():
     [
         ({"objective": "rl"}, "objective is 'rl'; allowed: cdlm, mdlm, bd3lm, ar"),
         ({"distill_weight": -1.0}, "distill_weight is -1.0"),
+        ({"alpha": float("nan"), "objective": "tidar"}, "alpha is nan; a weight is 0 or above, and finite"),
         ({"distill_weight": 0.0, "consistency_weight": 0.0, "dlm_weight": 0.0}, "nothing would be trained"),
         ({"noise_floor": 0.0}, "noise_floor"),
     ],

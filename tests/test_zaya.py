@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TINY, random_prompts
-from test_speculate import LAYOUTS, Prophet
+from test_speculate import LAYOUTS, Prophet, exactly
 
 from cdlm import cli, data, families, masks, trajectories
 from cdlm.decode import DecodeConfig, decode
@@ -332,6 +332,12 @@ def test_speculate_is_autoregressive_greedy_token_for_token(draft_length, propos
     assert torch.equal(found.ids_BN, wanted.ids_BN) and found.stop == wanted.stop and "eos" in found.stop
     if told and draft_length == 8:
         assert any(sum(row[3:]) for row in found.accepted), "some steps keep three drafts and more"
+
+
+def test_lossless_samples_have_the_autoregressive_distribution():
+    model = wrap(random_hf(vocab_size=4), Facts(**{**BASE, "eos_token_ids": (1000,)}, **CAUSAL), "native")
+    p_value, stood = exactly(model, 4, 4, 1500, SpeculateConfig(4, 3, 1, rule="lossless", temperature=3.0))
+    assert min(stood[1:]) > 100 and p_value > 0.01, (p_value, stood)
 
 
 # ---- files and stages ------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 The file of a family offers NAME, `matches(config)` and `facts(config)`, with `config` the parsed config.json. A family whose files have
 names of their own also offers NATIVE, the model_type of the stock class that computes the same, `native_config(config)` and
 `entries(config)`, its key map. One whose facts do not stand in config.json alone offers `facts_of(path, config)`, one that changes a
-loaded model `prepare(hf, facts, path)`.
+loaded model `prepare(hf, facts, path)`, one whose models may be of kinds that do not fit here `check(model, path)`, tried before use.
 """
 
 from collections.abc import Callable
@@ -213,8 +213,11 @@ def load(
     if hasattr(module, "prepare"):
         module.prepare(hf, facts, path_or_id)
     facts.check_ids(hf.get_input_embeddings().weight.shape[0], path_or_id)
+    model = wrap(hf, facts, module.NAME).eval()
+    if hasattr(module, "check"):
+        module.check(model, path_or_id)
     set_attention(hf, attention, device)
-    return wrap(hf.to(device), facts, module.NAME).eval()
+    return model.to(device)
 
 
 def local_folder(path_or_id: str | Path) -> Path:

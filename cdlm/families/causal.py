@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from cdlm.families.base import Facts
+from cdlm import masks
+from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import listed, stock_tokenizer, token_facts
 
 NAME = "causal"
 MASK_TOKEN = "<|mask|>"
+TOLERANCE = {True: 1e-3, False: 0.3}  # of a row of logits, in fp32 or not (other rounding may send a token to another expert)
 ORIGINS = dict.fromkeys(("mask_token_id", "eos_token_ids", "pad_token_id"), "the tokenizer or generation_config.json")
 
 
@@ -102,8 +104,55 @@ def add_row(hf: Any, facts: Facts, path_or_id: str | Path) -> None:
             table[rows:], table[mask] = new, new
 
 
+@torch.no_grad()
+def check(model: DiffusionLM, path_or_id: str | Path) -> None:
+    """A ValueError unless positions and a mask say all that the model must know, tried on six tokens before any work.
+
+    The rows of this package's forwards against the model's own plain forward of [text] and of [text but for its last token, mask]: a
+    prompt of 4 tokens with padding on its left goes into a cache, then 2 drafts and, behind them in the forward but not in the text, a
+    mask that follows the first. What would be wrong without an error: attention by the place of a key in the forward (alibi), positions
+    that a model counts for itself, a state beside the keys, a scale or cap behind the head. Not seen on so few tokens: a window.
+    """
+    if model.device.type == "meta":
+        return
+    text_BL, valid_BL, there = _probe_text(model), torch.tensor([[False] * 2 + [True] * 4]), slice(2, None)
+    mask_B1 = text_BL.new_full((1, 1), model.facts.mask_token_id)
+    prompt_BP, draft_BK = torch.cat([text_BL.new_full((1, 2), model.facts.pad_token_id), text_BL[:, :4]], dim=1), text_BL[:, 4:]
+    kind = type(model.hf).__name__
+    try:
+        whole = model.hf(input_ids=torch.cat([text_BL, torch.cat([text_BL[:, :5], mask_B1], dim=1)]), use_cache=False).logits.float()
+        cache = model.new_cache(valid_BL.sum(dim=1), 6 + 3)
+        prefill = masks.tidar_prefill(valid_BL, 0, masks_last=True)
+        read_BLD = model.packed_hidden(prompt_BP, prefill.position_BQ, prefill.sight, prefill.before_BQ, cache)
+        cache.commit(prefill.position_BQ, valid_BL, read_BLD[:, -1])
+        step = masks.tidar_decoding(cache.valid_BK, 2, 1, 1)
+        row_BQD = model.packed_hidden(torch.cat([draft_BK, mask_B1], dim=1), step.position_BQ, step.sight, step.before_BQ, cache)
+        found = model.head(torch.cat([read_BLD[:, there], row_BQD], dim=1)).float()[0]
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{path_or_id}: {kind} does not take the positions, masks and cache of this package "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); only attention that follows them can draft or fill blocks"
+        ) from None
+    wanted = torch.cat([whole[0], whole[1, -1:]])
+    apart = float(((found - wanted).norm(dim=-1) / (wanted - wanted.mean(dim=-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)).max())
+    if not apart <= TOLERANCE[model.hf.dtype == torch.float32]:
+        raise ValueError(
+            f"{path_or_id}: {kind} computes other logits under this package's positions and masks than by itself ({apart:.0%} apart): its "
+            "attention does not follow them alone, or it scales or caps its logits; it can't draft or fill blocks"
+        )
+
+
+def _probe_text(model: DiffusionLM) -> torch.Tensor:
+    """Six ids that are no mask token, all different where the vocabulary has as many, [1, 6]."""
+    ids = [token for token in range(3, model.hf.get_input_embeddings().weight.shape[0]) if token != model.facts.mask_token_id]
+    return torch.tensor([[ids[(7 * i + 1) % len(ids)] for i in range(6)]])
+
+
 def _refuse_windows(config: Any) -> None:
     """A window, or layers that are no attention, would not follow the masks of block diffusion."""
+    for name in ("attention_types", "window_size"):  # a window that starts behind what `check` tries
+        if (value := getattr(config, name, None)) is not None:
+            raise ValueError(f"family {NAME}: this model has {name} {value!r}; only full attention can be block-causal")
     window, room = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention", "sliding_attention"}:

@@ -1,9 +1,12 @@
 """Nemotron-Labs-Diffusion (arXiv 2607.05722), the open-weights successor of TiDAR, as a Ministral3: one causal model with three modes.
 
 The facts are those of its autoregressive mode: causal, shifted logits, blocks of one token. Its linear self-speculation is
-draft and verify in the linear layout, with an adapter in the drafting forward alone (`drafting`). In both other modes a row of the block
-predicts its own position; the block follows the causal text before it, and its first slot is not drafted but taken from the causal row.
-Read in copies of its own code and not tried on its weights, which were not at hand: all of this, and the names below.
+draft and verify in the linear layout, with an adapter in the drafting forward alone (`drafting`); a draft's first slot is not drafted
+but taken from the causal row before it. Its block diffusion mode has two variants, in both of which a mask's row predicts its own position,
+a block sees all of itself and the causal text before it, and a finished block is committed by a causal forward. Without causal_context
+masks stand in the whole block, of which each step fills at least one slot, or all above the threshold: `DiffusionLM.diffusion_mode`.
+With causal_context the first slot of a block is taken from the causal row of the token before; that variant is not here.
+Read in copies of its own code and in ports of it, and not tried on its weights, which were not at hand: all of this, and the names below.
 """
 
 import contextlib
@@ -32,7 +35,7 @@ def matches(config: dict[str, Any]) -> bool:
 
 
 def facts(config: dict[str, Any]) -> Facts:
-    drafts = config.get("block_size") or BLOCK
+    drafts = BLOCK if config.get("block_size") is None else config["block_size"]
     return token_facts(config, NAME, logit_shift=True, prompt_attention="causal", block_length=1, draft_length=drafts)
 
 

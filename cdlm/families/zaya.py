@@ -50,6 +50,9 @@ def prepare(hf: Any, facts: Facts, path_or_id: str | Path) -> None:
     causal.add_row(hf, facts, path_or_id)
 
 
+check = causal.check
+
+
 class CCALayer(BlockLayer):
     """A block layer that also holds what convolutions and value shift need of the last committed token of each row.
 
