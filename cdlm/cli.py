@@ -159,9 +159,9 @@ def _stages(args: argparse.Namespace) -> int:
 
     recipe = recipes.load(args.recipe, args.set)
     out = args.out or Path("runs") / recipe.name
-    from cdlm import plan, stages
+    from cdlm import plan, processes, stages
 
-    run = stages.Run(recipe, out, say=lambda text: print(text, flush=True), command=_typed(args))
+    run = stages.Run(recipe, out, say=partial(print, flush=True), command=_typed(args))
     if args.hardware is not None and not args.dry_run:
         raise ValueError("--hardware is the card of a plan's times; it goes with --dry-run (a run takes the recipe's device)")
     if args.dry_run and args.command == "ablate":
@@ -172,15 +172,19 @@ def _stages(args: argparse.Namespace) -> int:
         return 0
     _check_device(recipe.device)
     _quiet()
+    run.processes = processes.start(recipe.device)
+    if not run.processes.main:
+        run.say = _silent
     if args.command == "ablate":
         from cdlm import ablate
 
-        print(ablate.run(run))
+        run.say(ablate.run(run))
         return 0
     out.mkdir(parents=True, exist_ok=True)
     wanted = stages.stages_of(recipe) if args.command == "distill" else [args.command]
-    _require(run, wanted[0])
-    run.check_inputs()
+    with run.processes.main_first():
+        _require(run, wanted[0])
+        run.check_inputs()
     began = time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
         stages.is_done(run, stage)
@@ -188,7 +192,7 @@ def _stages(args: argparse.Namespace) -> int:
         from cdlm import hub
 
         hub.check_token()
-    if "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
+    if run.processes.main and "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
         shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
     for stage in wanted:
         if stages.is_done(run, stage):
@@ -196,11 +200,29 @@ def _stages(args: argparse.Namespace) -> int:
             continue
         start = time.monotonic()
         getattr(stages, stage)(run)
+        _release()
+        if not stages.is_done(run, stage):
+            raise ValueError(f"process {run.processes.rank} does not see the result of {stage} in {out}; all processes need that folder")
         run.say(f"{stage}: done in {time.monotonic() - start:.0f} s")
-    if args.command in ("distill", "evaluate"):
+    if run.processes.main and args.command in ("distill", "evaluate"):
         _print_table(run)
         run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'report.html'}, {out / 'pareto.png'}")
     return 0
+
+
+def _silent(text: str) -> None:
+    """What processes say of which another one speaks."""
+
+
+def _release() -> None:
+    """Give back what the stage before held: its models are garbage by now, some in cycles, and a GPU's memory is kept for reuse."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _typed(args: argparse.Namespace) -> str:

@@ -131,7 +131,10 @@ class Train:
 
     complementary: bd3lm only, see trainer.bd3lm_losses. alpha: tidar only, the weight of the autoregressive loss beside the diffusion loss.
     READ_BY says which keys an objective does not read.
-    batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs.
+    batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs. Several processes share
+        these rows; a step has as many, whatever their number.
+    gradient_checkpointing: layers keep their inputs alone and are computed again in the backward. bf16: forwards in bfloat16 by autocast,
+        for weights of dtype float32; with dtype bfloat16 everything is in it.
     The weights default to the paper's 1.0, 0.5 and 0.01; the last one times decode.max_new_tokens, see PAPERS.md (null).
     """
 
@@ -157,6 +160,8 @@ class Train:
     alpha: float = 1.0
     lora: Lora | None = None
     num_examples: int | None = None
+    gradient_checkpointing: bool = False
+    bf16: bool = False
     save_steps: int = 100
     logging_steps: int = 10
 
@@ -487,6 +492,8 @@ def check(recipe: Recipe) -> None:
     for f in dataclasses.fields(t):
         if t.objective not in READ_BY.get(f.name, OBJECTIVES) and getattr(t, f.name) != f.default:
             raise ValueError(f"train.{f.name} is {getattr(t, f.name)}; objective {t.objective} does not read it: leave it out")
+    if t.bf16 and r.dtype == "float16":
+        raise ValueError("train.bf16 is true and dtype 'float16'; allowed with it: float32, bfloat16")
     if t.complementary and t.noise_first_cap < 1:
         raise ValueError(f"train.noise_first_cap is {t.noise_first_cap}; with complementary masks it must be 1: their complement is many")
     if t.objective in ("bd3lm", "ar", "tidar") and r.collect is not None:

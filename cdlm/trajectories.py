@@ -42,6 +42,7 @@ from torch import Tensor
 from cdlm import data
 from cdlm.decode import DecodeConfig, Step, decode, slots
 from cdlm.families.base import DiffusionLM, Facts
+from cdlm.processes import ALONE, Processes
 
 FORMAT_VERSION = 1
 SCHEMA = {
@@ -238,6 +239,7 @@ def collect(
     right: Callable[[data.Example, list[int]], bool],
     request: dict[str, Any],
     say: Callable[[str], None] = print,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Decode every prompt at every temperature into `folder`, and return the manifest. Goes on at the first missing shard.
 
@@ -245,15 +247,20 @@ def collect(
     if it is a block diffusion model, as such in blocks of its own length, which must divide the student's. A shard's content
     depends on the request alone, so a run that was killed ends with the same files as one that was not.
     right: whether the tokens of an answer are a right one, for the screen.
+    processes: whole shards are dealt out to them, so their number changes no file; the main one writes the manifest.
     """
     asked = teacher_decoding(model.facts, config.max_new_tokens, config.block_length, stop_at_eos=config.stop_at_eos)
-    claim(folder, folder / "collection.json", request)
+    if processes.main:
+        claim(folder, folder / "collection.json", request)
+    processes.wait()
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
     names = [f"shard-{i:05d}" for i in range(len(shards))]
     todo = [i for i, name in enumerate(names) if not all((folder / f"{name}{s}").is_file() for s in (".parquet", ".safetensors"))]
     if len(todo) < len(shards):
         say(f"collect: {len(shards) - len(todo)} of {len(shards)} shards are there already")
+    processes.wait()  # before the first of them writes, so that all deal out the same
+    todo = processes.share(todo)
     began = time.monotonic()
     for done, i in enumerate(todo, start=1):
         rows, hidden = [], []
@@ -268,8 +275,13 @@ def collect(
         spent = time.monotonic() - began
         count = sum(len(shards[j]) for j in todo[:done])
         left = spent / count * (sum(len(shards[j]) for j in todo) - count)
-        say(f"collect: shard {i + 1} of {len(shards)}, {count / spent:.1f} trajectories/s, about {left:.0f} s left")
-    return write_manifest(folder, names, request, screen)
+        rate = f"{processes.count * count / spent:.1f} trajectories/s" + (f" in {processes.count} processes" if processes.count > 1 else "")
+        say(f"collect: shard {i + 1} of {len(shards)}, {rate}, about {left:.0f} s left")
+    processes.wait()
+    if processes.main:
+        write_manifest(folder, names, request, screen)
+    processes.wait()
+    return read_manifest(folder)
 
 
 def _decode_batch(

@@ -13,7 +13,7 @@ FLOORS = {
     0: ("masks", "noise", "unmask", "losses", "roofline"),
     1: ("attention", "cache"),
     2: ("families",),
-    3: ("decode", "speculate", "data"),
+    3: ("decode", "speculate", "data", "processes"),
     4: ("trajectories", "trainer"),
     5: ("evaluate", "hub", "exported", "importers"),
     6: ("recipe", "cli", "stages", "plan", "ablate", "bench", "trace"),
@@ -25,7 +25,7 @@ HIGHEST = {
     "masks": -1, "noise": -1, "unmask": -1, "losses": -1, "roofline": -1,
     "attention": 0, "cache": -1,
     "families": 1,
-    "decode": 2, "speculate": 2, "data": -1,
+    "decode": 2, "speculate": 2, "data": -1, "processes": -1,
     "trajectories": 3, "trainer": 3,
     "evaluate": 4, "hub": 3, "exported": -1, "importers": 4,
     "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "ablate": 6, "bench": 6, "trace": 6,
@@ -38,7 +38,7 @@ LIBRARIES = {
     "attention": {"torch", "transformers", "triton"}, "cache": {"torch", "transformers"},
     "families": {"torch", "transformers", "huggingface_hub", "safetensors"},
     "decode": {"torch"}, "speculate": {"torch"}, "data": {"torch", "datasets", "tokenizers", "pyarrow", "huggingface_hub"},
-    "exported": {"torch", "transformers"}, "recipe": {"yaml"},
+    "exported": {"torch", "transformers"}, "recipe": {"yaml"}, "processes": {"torch", "accelerate"},
 }  # fmt: skip
 HEAVY = {
     "triton": {"attention"},

@@ -118,6 +118,11 @@ class DiffusionLM(nn.Module):
         """lm_head: final-norm hidden rows -> logits."""
         return self.hf.get_output_embeddings()
 
+    @property
+    def vocab(self) -> int:
+        """V, the logits of a row."""
+        return self.hf.config.get_text_config().vocab_size
+
     def _rows(
         self, ids_BL: Tensor, mask: Tensor, position_BL: Tensor, cache: BlockCache | WholeCache | None, before_BL: Tensor | None = None
     ) -> Tensor:
