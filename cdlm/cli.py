@@ -31,7 +31,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value, as in train.steps=100")
         command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: runs/<name of the recipe>)")
         command.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
-        command.add_argument("--hardware", metavar="CARD", help="the card of --dry-run's times, as in roofline (default: the recipe's)")
+        _add_devices(command)
+    planned = commands.add_parser("plan", help="what a recipe would take: time, memory of each device under each engine, disk")
+    planned.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, as in recipes/")
+    planned.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the recipe")
+    planned.add_argument("--out", type=Path, metavar="DIR", help="where the run would be (default: runs/<name of the recipe>)")
+    _add_devices(planned)
     bench = commands.add_parser("bench", help="a run's student beside all baselines; growth with length; time around forwards")
     bench.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, as in recipes/")
     bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the recipe")
@@ -122,6 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_devices(command: argparse.ArgumentParser) -> None:
+    """The flags of a plan."""
+    card = "the card of a plan's times and memory, as in roofline (default: the recipe's)"
+    command.add_argument("--hardware", "--card", metavar="CARD", help=card)
+    command.add_argument("--gpus", type=int, metavar="N", help="of a plan: devices, whose memory it tells under each engine")
+
+
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
@@ -162,13 +174,20 @@ def _stages(args: argparse.Namespace) -> int:
     from cdlm import plan, processes, stages
 
     run = stages.Run(recipe, out, say=partial(print, flush=True), command=_typed(args))
+    if args.command == "plan":
+        print(plan.text(run, stages.stages_of(recipe), args.hardware, 1 if args.gpus is None else args.gpus))
+        return 0
+    if args.gpus is not None and not args.dry_run:
+        raise ValueError("--gpus belongs to a plan; it goes with --dry-run (accelerate launch starts the processes of a run)")
     if args.hardware is not None and not args.dry_run:
         raise ValueError("--hardware is the card of a plan's times; it goes with --dry-run (a run takes the recipe's device)")
     if args.dry_run and args.command == "ablate":
+        if args.gpus is not None:
+            raise ValueError("--gpus: ablate has no plan for several devices; cdlm plan tells that of one training")
         print(plan.ablation(run, args.hardware))
         return 0
     if args.dry_run:
-        print(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware))
+        print(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware, args.gpus))
         return 0
     _check_device(recipe.device)
     _quiet()
@@ -331,7 +350,7 @@ def _push(args: argparse.Namespace) -> int:
     if args.target.suffix in (".yaml", ".yml") and not args.target.is_dir():
         flags = [("push.repo_id", args.repo_id), ("push.private", args.private), ("push.adapter_only", args.adapter_only)]
         args.set += [f"{key}={str(value).lower() if value is True else value}" for key, value in flags if value]
-        args.recipe, args.hardware = args.target, None
+        args.recipe, args.hardware, args.gpus = args.target, None, None
         return _push_run(args) if args.dry_run else _stages(args)
     if args.set or args.out is not None:
         raise ValueError(f"--set and --out belong to a recipe; {args.target} is not a YAML file")

@@ -28,9 +28,11 @@ LOGIT_COPIES = 4  # of a chunk of logits in fp32 that a loss, or choosing tokens
 
 @dataclass(frozen=True)
 class Model:
-    """Bytes of a model in training: of all weights, of those that are trained, of its largest layer, of embeddings and head; of what a
-    forward keeps for its backward (`kept`), and with gradient checkpointing of one layer's part of that (`layer_kept`, else 0)."""
+    """Bytes of a model in training: of all weights (how many: `parameters`), of those that are trained, of its largest layer, of embeddings
+    and head; of what a forward keeps for its backward (`kept`), and with gradient checkpointing of one layer's part of that (`layer_kept`,
+    else 0)."""
 
+    parameters: int
     weights: float
     trained: float
     layer: float
@@ -63,7 +65,7 @@ def layers_of(hf: Any) -> nn.ModuleList:
 
 
 def kept_for_backward(hf: Any, rows: int, length: int) -> float:
-    """Bytes that autograd keeps in a forward of `rows` sequences up to the final norm, parameters aside. The model is on the meta device."""
+    """Bytes that autograd keeps in a forward of `rows` sequences up to the final norm, parameters aside, on the meta device."""
     parameters = {p.untyped_storage()._cdata for p in hf.parameters()}
     seen: dict[int, Tensor] = {}
 
@@ -75,8 +77,9 @@ def kept_for_backward(hf: Any, rows: int, length: int) -> float:
 
     ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
     position = torch.arange(length, device="meta").expand(rows, length)
+    mask = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        hf.get_decoder()(input_ids=ids, position_ids=position, use_cache=False)
+        hf.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
     return float(sum(tensor.untyped_storage().nbytes() for tensor in seen.values()))
 
 
@@ -96,21 +99,23 @@ def measure(hf: Any, rows: int, length: int, *, checkpointing: bool, shape: Any 
     """
     layers = layers_of(hf)
     ends = [module for module in (hf.get_input_embeddings(), hf.get_output_embeddings()) if module is not None]
-    whole = kept_for_backward(hf.train(), rows, length) if shape is None else kept_by_experts(
-        shape, rows, length, next(hf.parameters()).element_size()
-    )  # fmt: skip
-    kept, layer_kept = whole, 0.0
+    size = next(hf.parameters()).element_size()
+    kept = kept_for_backward(hf.train(), rows, length) if shape is None else kept_by_experts(shape, rows, length, size)
+    layer_kept = 0.0
     if checkpointing:  # each layer keeps its input; one layer at a time is computed again
-        inputs = rows * length * hf.config.get_text_config().hidden_size * next(hf.parameters()).element_size()
-        kept, layer_kept = float(inputs * len(layers)), whole / len(layers)
+        layer_kept = kept / len(layers)
+        kept = float(rows * length * hf.config.get_text_config().hidden_size * size * len(layers))
     return Model(
-        weights=bytes_of(hf.parameters()), trained=bytes_of(p for p in hf.parameters() if p.requires_grad),
+        parameters=sum(p.numel() for p in hf.parameters()), weights=bytes_of(hf.parameters()),
+        trained=bytes_of(p for p in hf.parameters() if p.requires_grad),
         layer=max(bytes_of(layer.parameters()) for layer in layers), ends=bytes_of(p for module in ends for p in module.parameters()),
         kept=kept, layer_kept=layer_kept,
     )  # fmt: skip
 
 
-def training(model: Model, engine: str, devices: int, *, forwards: int, teacher_head: float, slots: int, vocab: int) -> Held:
+def training(
+    model: Model, engine: str, devices: int, *, forwards: int, teacher_head: float, slots: int, vocab: int
+) -> Held:
     """What training holds. forwards: those of a micro-batch whose backward is still to come. teacher_head: bytes of its copy. slots: at
     most so many rows of logits in a loss."""
     shares = devices if engine in SHARDED else 1
@@ -124,13 +129,15 @@ def training(model: Model, engine: str, devices: int, *, forwards: int, teacher_
     if teacher_head:
         held.parts["teacher's head"] = teacher_head
     if engine in SHARDED:
-        whole = 2 * model.layer if engine == "fsdp2" else min(model.weights, LIVE * model.weights / max(1.0, model.weights / 2))
+        whole = 2 * model.layer if engine == "fsdp2" else LIVE / model.parameters * model.weights
         held.parts["gathered"] = min(whole + model.ends, model.weights)
         held.load = model.weights
     return held
 
 
-def decoding(weights: Mapping[str, float], *, rows: int, length: int, block: int, vocab: int, size: int, inner: float, cache: float) -> Held:
+def decoding(
+    weights: Mapping[str, float], *, rows: int, length: int, block: int, vocab: int, size: int, inner: float, cache: float
+) -> Held:
     """What decoding holds, the same under every engine, for each process decodes with whole models. inner: values of a token's widest
     layer. cache: bytes of keys and values."""
     return Held({

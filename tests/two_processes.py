@@ -13,9 +13,9 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
-from cdlm import cli, processes, recipe, stages
+from cdlm import cli, losses, processes, recipe, stages
 
-STOP = 10
+STOP, VOCAB = 10, 58
 # What accelerate launch makes of recipes/accelerate/fsdp2.yaml.
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -65,6 +65,7 @@ def main() -> None:
     if code:
         sys.exit(code)
     group, asked, stored = processes.start("cpu"), recipe.load(file), out / "ddp" / "trajectories"
+    losses.CHUNK_VALUES = 4 * VOCAB  # from here on every loss is taken in several chunks, computed again in the backward
     broken(asked, out / "broken", stored, group)
     stages.train(stages.Run(asked, out / "resumed", silent, shared_trajectories=stored, processes=group))
     as_on_gpus()
