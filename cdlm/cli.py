@@ -366,8 +366,11 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from cdlm import bench
+    from cdlm import bench, processes
     from cdlm import recipe as recipes
+
+    if processes.launched() > 1:
+        raise ValueError(f"bench keeps the clock in one process; {processes.launched()} were launched")
 
     growing = {"prompt_tokens": args.prompt_tokens, "repeats": args.repeats, "steps_per_block": args.steps_per_block}
     recipe = recipes.load(args.recipe, args.set)

@@ -65,7 +65,7 @@ def layers_of(hf: Any) -> nn.ModuleList:
 
 
 def kept_for_backward(hf: Any, rows: int, length: int) -> float:
-    """Bytes that autograd keeps in a forward of `rows` sequences up to the final norm, parameters aside, on the meta device."""
+    """Bytes that autograd keeps in a forward of `rows` sequences up to the final norm, parameters aside; on any device, meta too."""
     parameters = {p.untyped_storage()._cdata for p in hf.parameters()}
     seen: dict[int, Tensor] = {}
 
@@ -75,9 +75,10 @@ def kept_for_backward(hf: Any, rows: int, length: int) -> float:
             seen[tensor.untyped_storage()._cdata] = tensor  # held, so that no other storage gets its number
         return tensor
 
-    ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
-    position = torch.arange(length, device="meta").expand(rows, length)
-    mask = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
+    device = next(hf.parameters()).device
+    ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+    position = torch.arange(length, device=device).expand(rows, length)
+    mask = torch.zeros(rows, 1, length, length, dtype=torch.bool, device=device)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         hf.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
     return float(sum(tensor.untyped_storage().nbytes() for tensor in seen.values()))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import mini
@@ -95,6 +96,32 @@ def test_two_processes_write_the_same_table(runs):
     assert samples[0] == samples[1]
     assert printed.count("evaluate: done in") == 1 and printed.count("in 2 processes with 1 x 2 of them each") == 1
     assert (out / "ddp" / "export" / "config.json").is_file() and not (out / "ddp" / "checkpoints").exists()
+
+
+def test_the_teacher_that_collected_is_gone_when_training_begins(tmp_path, monkeypatch):
+    """Two models of 26 B parameters do not fit where one does."""
+    recipe_file, loaded, alive = mini.write(tmp_path), [], []
+    load = stages.Run.load_teacher
+
+    def watched(run):
+        model = load(run)
+        loaded.append(weakref.ref(model.hf))
+        return model
+
+    def train(run):
+        alive.extend(reference() for reference in loaded)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(stages.Run, "load_teacher", watched)
+    monkeypatch.setattr(stages, "train", train)
+    assert cli.main(["distill", str(recipe_file), "--out", str(tmp_path / "out"), "--set", "collect.num_prompts=1"]) == 2
+    assert alive == [None]
+
+
+def test_bench_is_for_one_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["bench", str(ROOT / "recipes" / "tiny.yaml")]) == 2
+    assert "bench keeps the clock in one process; 2 were launched" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
