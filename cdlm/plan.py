@@ -14,7 +14,6 @@ import torch
 
 from cdlm import ablate, data, families, memory, roofline
 from cdlm.decode import slots
-from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 from cdlm.stages import OF_A_MODEL, STAGES, Run, deal_rows, is_done, proposals_of, stages_of
 from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
@@ -169,12 +168,13 @@ class Plan:
     def trained(self) -> memory.Model:
         """The model in training, on the meta device."""
         from cdlm.families import convert
-        from cdlm.trainer import add_lora
+        from cdlm.trainer import put_lora
 
         r, t = self.run.recipe, self.run.recipe.train
         hf = convert.skeleton(self.config).to(families.DTYPES[r.dtype])
         if t.lora is not None:
-            add_lora(DiffusionLM(hf, None, "plan"), rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout)
+            with torch.device("meta"):
+                put_lora(hf, rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout)
         shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source))
         noisy = r.decode.max_new_tokens if t.objective in ("bd3lm", "tidar") else 0
         size, _ = deal_rows(t.batch_size, t.accumulation, self.gpus)

@@ -552,8 +552,13 @@ def add_lora(model: DiffusionLM, *, rank: int, alpha: int, targets: list[str], d
 
     The base weights stay frozen: with the adapter off (`peft_model.disable_adapter()`) the model is the teacher again.
     """
+    return put_lora(model.hf, rank=rank, alpha=alpha, targets=targets, dropout=dropout)
+
+
+def put_lora(hf: nn.Module, *, rank: int, alpha: int, targets: list[str], dropout: float) -> nn.Module:
+    """`add_lora` on a transformers model."""
     from peft import LoraConfig, get_peft_model
 
-    match_targets(model.hf, targets)
+    match_targets(hf, targets)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=dropout, bias="none")
-    return get_peft_model(model.hf, config)
+    return get_peft_model(hf, config)

@@ -158,7 +158,7 @@ def main() -> None:
         for vocab in (32_000, 128_000, 256_000):
             for length in (128, 256, 512, 1024):
                 chunks = peak(length, vocab, chunked=True)
-                whole = peak(length, vocab, chunked=False) if length * vocab <= 64_000_000 else None
+                whole = peak(length, vocab, chunked=False) if length * vocab <= 33_000_000 else None
                 found[f"{length} slots, {vocab} tokens"] = {"whole": whole, "chunks": chunks}
                 shown = "-" if whole is None else f"{whole / 2**20:.0f} MiB"
                 print(f"| {length} | {vocab:,} | {shown} | {chunks / 2**20:.0f} MiB |", flush=True)
