@@ -68,9 +68,10 @@ def kept_for_backward(hf: Any, rows: int, length: int) -> float:
     """Bytes that autograd keeps in a forward of `rows` sequences up to the final norm, parameters aside; on any device, meta too."""
     parameters = {p.untyped_storage()._cdata for p in hf.parameters()}
     seen: dict[int, Tensor] = {}
+    length += length == getattr(hf.config.get_text_config(), "head_dim", None)  # else queries of [length, head_dim] look like scores
 
     def note(tensor: Tensor) -> Tensor:
-        scores = tensor.ndim >= 3 and tensor.shape[-1] == tensor.shape[-2] == length
+        scores = tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2] == length
         if not scores and tensor.untyped_storage()._cdata not in parameters:
             seen[tensor.untyped_storage()._cdata] = tensor  # held, so that no other storage gets its number
         return tensor

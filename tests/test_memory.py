@@ -53,7 +53,7 @@ def test_the_meta_device_keeps_what_a_real_one_keeps():
     assert memory.kept_for_backward(meta, 2, 24) == pytest.approx(2 * one, rel=0.02)  # position embeddings are of all rows
     assert memory.kept_for_backward(trained(meta, "q_proj"), 1, 24) < 0.9 * one
     kept = memory.kept_for_backward(real, 1, 24)
-    assert kept == pytest.approx(one, rel=0.25)  # a CPU's fused attention keeps its output too, the meta device's copies of q and k
+    assert kept == pytest.approx(one, rel=0.02)  # a CPU's fused attention keeps a little more
     assert memory.kept_for_backward(real, 1, 48) == pytest.approx(2 * kept, rel=0.02)
 
 

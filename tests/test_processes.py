@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     file = mini.write(folder)
     values = mini.values()
-    values["train"] |= {"steps": STEPS, "save_steps": STOP, "learning_rate": 0.002}
+    values["train"] |= {"steps": STEPS, "save_steps": STOP, "learning_rate": 0.0005}
     file.write_text(yaml.safe_dump(values, sort_keys=False))
     out, asked = folder / "out", recipe.load(file)
     assert cli.main(["distill", str(file), "--out", str(out / "one")]) == 0
@@ -71,15 +71,18 @@ def test_two_processes_collect_the_bytes_of_one(runs):
 
 @pytest.mark.parametrize("name", ["ddp", "resumed", "broken", "fsdp"])
 def test_two_processes_train_as_one(runs, name):
-    """20 steps of four rows: the same losses (1e-5), which fall, and nearly the same weights. "resumed" was begun by one process and
-    "broken" by two; the others ended them. The last three take the losses in chunks."""
+    """20 steps of four rows: the same losses (1e-5) and nearly the same weights, which are not the teacher's. "resumed" was begun by one
+    process and "broken" by two; the others ended them. Two processes took the losses of these and of "fsdp" in chunks. (What rounding does
+    to a random model grows from step to step, and faster at a higher learning rate.)"""
     out, _ = runs
     wanted, found = losses(out / "one"), losses(out / name)
-    assert found.shape == (STEPS, 4) and float(wanted[0, 0] - wanted[-1, 0]) > 0.1
+    assert found.shape == (STEPS, 4)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
     one, two = (load_file(out / part / "student" / "model.safetensors") for part in ("one", name))
-    assert one.keys() == two.keys()
+    start = load_file(out.parent / "teacher" / "model.safetensors")
+    assert one.keys() == two.keys() == start.keys()
     for key, value in one.items():
+        assert float((value - start[key]).abs().max()) > 2e-3, key
         torch.testing.assert_close(two[key], value, atol=1e-4, rtol=0)
 
 
