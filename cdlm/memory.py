@@ -23,7 +23,8 @@ ENGINES = ("one_gpu", "ddp", "fsdp2", "zero3")
 SHARDED = ("fsdp2", "zero3")
 HEADROOM = 0.9
 LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters
-LOGIT_COPIES = 4  # of a chunk of logits in fp32 that a loss, or choosing tokens, holds at once
+LOSS_COPIES = 9  # of a chunk of logits in fp32 that three losses of one chunk each hold at their backward (8.7 measured, LOG.md)
+CHOICE_COPIES = 4  # that choosing tokens holds
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,12 @@ def kept_for_backward(hf: Any, rows: int, length: int) -> float:
     """Bytes that autograd keeps in a forward of `rows` sequences up to the final norm, parameters aside; on any device, meta too."""
     parameters = {p.untyped_storage()._cdata for p in hf.parameters()}
     seen: dict[int, Tensor] = {}
-    length += length == getattr(hf.config.get_text_config(), "head_dim", None)  # else queries of [length, head_dim] look like scores
+    config = hf.config.get_text_config()
+    heads, head_dim = config.num_attention_heads, getattr(config, "head_dim", None)
+    length += length == head_dim  # else queries, [length, head_dim], look like scores
 
     def note(tensor: Tensor) -> Tensor:
-        scores = tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2] == length
+        scores = tensor.shape[-2:] == (length, length) and tensor.numel() == rows * heads * length**2
         if not scores and tensor.untyped_storage()._cdata not in parameters:
             seen[tensor.untyped_storage()._cdata] = tensor  # held, so that no other storage gets its number
         return tensor
@@ -126,7 +129,7 @@ def training(
         "gradients": model.trained * (2 if engine == "ddp" else 1) / shares,
         "optimizer": 2 * model.trained / shares,
         "activations": forwards * model.kept + model.layer_kept,
-        "losses": float(LOGIT_COPIES * 4 * min(losses.CHUNK_VALUES, slots * vocab)),
+        "losses": float(LOSS_COPIES * 4 * min(losses.CHUNK_VALUES, slots * vocab)),
     })  # fmt: skip
     if teacher_head:
         held.parts["teacher's head"] = teacher_head
@@ -144,5 +147,5 @@ def decoding(
     layer. cache: bytes of keys and values."""
     return Held({
         **weights, "cache": cache, "activations": rows * length * inner * size,
-        "logits": float(rows * block * vocab * (size + LOGIT_COPIES * 4)),
+        "logits": float(rows * block * vocab * (size + CHOICE_COPIES * 4)),
     })  # fmt: skip

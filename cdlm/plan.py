@@ -251,9 +251,9 @@ class Plan:
             *roofline.columns(lines),
         ]
         if "train" in stages:
-            for engine, held in self.held("train").items():
-                parts = ", ".join(f"{name} {roofline.count(size, 'B')}" for name, size in held.parts.items() if size)
-                loads = f"; loading {roofline.count(held.load, 'B')}" if held.load else ""
+            for engine, one in self.held("train").items():
+                parts = ", ".join(f"{name} {roofline.count(size, 'B')}" for name, size in one.parts.items() if size)
+                loads = f"; loading {roofline.count(one.load, 'B')}" if one.load else ""
                 out.append(f"train, {engine}: {parts}{loads}")
         wide = f" A stage fits when it needs at most {memory.HEADROOM:.0%} of a card." if room is not None else ""
         out.append(f"Without the driver's own memory and fragmentation.{wide} Communication takes no time here.")

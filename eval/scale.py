@@ -24,6 +24,7 @@ from cdlm.families.base import DiffusionLM, Facts
 
 ROOT = Path(__file__).parent.parent
 BUDGET, BLOCK, PROMPT = 64, 32, 48
+SIZES = (1, 4, 16, 64)
 
 
 class Peak(TorchDispatchMode):
@@ -77,7 +78,7 @@ def collecting(size: int, rows: int, folder: Path) -> float:
     screen = trajectories.Screen(drop=False)
     start = time.perf_counter()
     trajectories.collect(
-        model(), examples(rows), folder, config=DecodeConfig(BUDGET, BLOCK, stop_at_eos=False), temperatures=[0.0], batch_size=size,
+        model(), examples(rows), folder, config=DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, stop_at_eos=False), temperatures=[0.0], batch_size=size,
         shard_size=rows, seed=0, screen=screen, right=lambda example, ids: True, request={"size": size}, say=lambda text: None,
     )  # fmt: skip
     return rows / (time.perf_counter() - start)
@@ -137,20 +138,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default="batch,memory")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rows", type=int, default=128, help="trajectories of each collection")
+    parser.add_argument("--rows", type=int, default=64, help="most trajectories of a collection")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     if "batch" in args.parts.split(","):
         print("| batch | trajectories/s | training rows/s |\n|---:|---:|---:|")
         with tempfile.TemporaryDirectory() as folder:
-            for size in (1, 4, 16, 64):
-                rows = min(args.rows, 8 * size)
-                collected = collecting(size, rows, Path(folder) / f"one{size}")
-                stored = Path(folder) / "stored"
-                if not stored.exists():
-                    collecting(64, 64, stored)
-                trained = training(size, 3, stored, Path(folder) / "out")
+            for size in sorted(SIZES, reverse=True):
+                collected = collecting(size, min(args.rows, 4 * size), Path(folder) / str(size))
+                trained = training(size, 3, Path(folder) / str(max(SIZES)), Path(folder) / "out")
                 found[f"batch {size}"] = {"trajectories_per_second": collected, "rows_per_second": trained}
                 print(f"| {size} | {collected:.2f} | {trained:.1f} |", flush=True)
     if "memory" in args.parts.split(","):
