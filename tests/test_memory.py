@@ -45,16 +45,15 @@ def trained(hf, only: str | None = None):
 
 
 def test_the_meta_device_keeps_what_a_real_one_keeps():
-    """As many bytes on the meta device as of real tensors, where attention's scores are left out of both; twice as many for twice the rows;
-    fewer where fewer weights are trained."""
+    """As many bytes on the meta device as of real tensors, where attention's scores are left out of both; twice as many for twice the rows
+    or tokens; fewer where fewer weights are trained."""
     real, meta = trained(random_hf("llama")), trained(random_hf("llama").to("meta"))
     assert {p.device.type for p in meta.parameters()} == {"meta"}
     one = memory.kept_for_backward(meta, 1, 24)
     assert memory.kept_for_backward(meta, 2, 24) == pytest.approx(2 * one, rel=0.02)  # position embeddings are of all rows
+    assert memory.kept_for_backward(meta, 1, 48) == pytest.approx(2 * one, rel=0.02)
+    assert memory.kept_for_backward(real, 1, 24) == pytest.approx(one, rel=0.06)  # a CPU's fused attention keeps the mask as floats too
     assert memory.kept_for_backward(trained(meta, "q_proj"), 1, 24) < 0.9 * one
-    kept = memory.kept_for_backward(real, 1, 24)
-    assert kept == pytest.approx(one, rel=0.02)  # a CPU's fused attention keeps a little more
-    assert memory.kept_for_backward(real, 1, 48) == pytest.approx(2 * kept, rel=0.02)
 
 
 def test_gradient_checkpointing_keeps_inputs_of_layers():
@@ -100,13 +99,6 @@ def test_the_same_by_dry_run(capsys):
     assert cli.main(["train", str(RECIPES / "tiny.yaml"), "--out", "nowhere", "--dry-run", "--gpus", "2", "--card", "H100"]) == 0
     text = capsys.readouterr().out
     assert "2 H100" in text and "fsdp2" in text and "collect " not in text.split("memory ")[1]
-
-
-def test_gradient_checkpointing_makes_a_plan_smaller(capsys):
-    def activations(*more: str) -> str:
-        return re.search(r"activations ([\d.]+ \w+)", plan(capsys, "dream-7b-instruct", "--card", "A100", *more)).group(1)
-
-    assert activations() != activations("--set", "train.gradient_checkpointing=true")
 
 
 @pytest.mark.parametrize(
