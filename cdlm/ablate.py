@@ -22,7 +22,8 @@ def variant(run: Run, name: str) -> Run:
     train = run.recipe.train
     off: dict[str, Any] = {weight: 0.0 for weight in WEIGHTS if weight not in VARIANTS[name]}
     recipe = replace(run.recipe, train=replace(train, **off), evaluate=replace(run.recipe.evaluate, methods=["student"]))
-    return Run(recipe, run.out / "ablation" / name.replace(" ", "-"), run.say, shared_trajectories=run.trajectories)
+    out = run.out / "ablation" / name.replace(" ", "-")
+    return Run(recipe, out, run.say, shared_trajectories=run.trajectories, processes=run.processes)
 
 
 def check(base: Run) -> None:
@@ -37,7 +38,8 @@ def check(base: Run) -> None:
 def run(base: Run) -> str:
     """Train and measure every variant that is not there yet; the table, as markdown, also in <out>/ablation/ablation.md."""
     check(base)
-    base.check_inputs()
+    with base.processes.main_first():
+        base.check_inputs()
     base.out.mkdir(parents=True, exist_ok=True)
     if base.recipe.trajectories is None and not stages.is_done(base, "collect"):
         stages.collect(base)
@@ -55,5 +57,6 @@ def run(base: Run) -> str:
         numbers = f"{found['student_accuracy']:.1%} | {found['student_steps_at_threshold']:.2f} | {found['tpf']:.2f}"
         lines.append(f"| {name} | {weights} | {numbers} |")
     text = "\n".join(lines)
-    files.write_text(base.out / "ablation" / "ablation.md", text + "\n")
+    if base.processes.main:
+        files.write_text(base.out / "ablation" / "ablation.md", text + "\n")
     return text

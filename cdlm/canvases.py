@@ -30,6 +30,7 @@ from torch import Tensor
 from cdlm import data, trajectories, unmask
 from cdlm.decode import DecodeConfig, Step, decode
 from cdlm.families.base import DiffusionLM
+from cdlm.processes import ALONE, Processes
 
 SCHEMA = {
     "id": "number of the trajectory",
@@ -154,7 +155,7 @@ class Recorder:
 def collect(
     model: DiffusionLM, examples: list[data.Example], folder: Path, *, config: DecodeConfig, top_k: int, batch_size: int, shard_size: int,
     seed: int, screen: trajectories.Screen, right: Callable[[data.Example, list[int]], bool], request: dict[str, Any],
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print, processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Decode every prompt once into `folder` as `config` says, and return the manifest; the rest as in `trajectories.collect`.
 
@@ -168,7 +169,7 @@ def collect(
 
     return trajectories.collect(
         model, examples, folder, config=config, temperatures=[0.0], batch_size=batch_size, shard_size=shard_size, seed=seed, screen=screen,
-        right=right, request=request, say=say, batch_of=batch_of, schema=SCHEMA,
+        right=right, request=request, say=say, processes=processes, batch_of=batch_of, schema=SCHEMA,
     )
 
 

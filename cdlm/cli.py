@@ -51,7 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value, as in train.steps=100")
         command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: runs/<name of the recipe>)")
         command.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
-        command.add_argument("--hardware", metavar="CARD", help="the card of --dry-run's times, as in roofline (default: the recipe's)")
+        _add_devices(command)
+    planned = commands.add_parser("plan", help="what a recipe would take: time, memory of each device under each engine, disk")
+    planned.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, as in recipes/")
+    planned.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the recipe")
+    planned.add_argument("--out", type=Path, metavar="DIR", help="where the run would be (default: runs/<name of the recipe>)")
+    _add_devices(planned)
     bench = commands.add_parser("bench", help="a run's student beside all baselines; growth with length; time around forwards")
     bench.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, as in recipes/")
     bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the recipe")
@@ -149,6 +154,13 @@ def _parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_devices(command: argparse.ArgumentParser) -> None:
+    """The flags of a plan."""
+    card = "the card of a plan's times and memory, as in roofline (default: the recipe's)"
+    command.add_argument("--hardware", "--card", metavar="CARD", help=card)
+    command.add_argument("--gpus", type=int, metavar="N", help="of a plan: devices, whose memory it tells under each engine")
+
+
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
@@ -226,14 +238,15 @@ def _alone_in(out: Path) -> Iterator[None]:
 def _checked(run, first: str) -> Iterator[None]:
     """The folder of a run is this command's alone, and its inputs are sound; a folder that is not there yet is made only then."""
     with contextlib.ExitStack() as held:
-        if there := run.out.is_dir():
-            held.enter_context(_alone_in(run.out))
-        _require(run, first)
-        run.check_inputs()
-        if not there:
-            run.out.mkdir(parents=True, exist_ok=True)
-            held.callback(_leave_if_empty, run.out)
-            held.enter_context(_alone_in(run.out))
+        with run.processes.main_first():
+            if there := run.out.is_dir():
+                held.enter_context(_alone_in(run.out))
+            _require(run, first)
+            run.check_inputs()
+            if not there:
+                run.out.mkdir(parents=True, exist_ok=True)
+                held.callback(_leave_if_empty, run.out)
+                held.enter_context(_alone_in(run.out))
         yield
 
 
@@ -248,26 +261,37 @@ def _stages(args: argparse.Namespace) -> int:
 
     recipe = recipes.load(args.recipe, args.set)
     out = args.out or Path("runs") / recipe.name
-    from cdlm import plan, stages
+    from cdlm import plan, processes, stages
 
     run = stages.Run(recipe, out, say=_say, command=_typed(args))
+    if args.command == "plan":
+        print(plan.text(run, stages.stages_of(recipe), args.hardware, 1 if args.gpus is None else args.gpus))
+        return 0
+    if args.gpus is not None and not args.dry_run:
+        raise ValueError("--gpus belongs to a plan; it goes with --dry-run (accelerate launch starts the processes of a run)")
     if args.hardware is not None and not args.dry_run:
         raise ValueError("--hardware is the card of a plan's times; it goes with --dry-run (a run takes the recipe's device)")
     if args.dry_run and args.command == "ablate":
+        if args.gpus is not None:
+            raise ValueError("--gpus: ablate has no plan for several devices; cdlm plan tells that of one training")
         print(plan.ablation(run, args.hardware))
         return 0
     if args.dry_run:
-        print(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware))
+        print(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware, args.gpus))
         return 0
     _check_device(recipe.device)
     _quiet()
+    run.processes = processes.start(recipe.device)
+    if not run.processes.main:
+        run.say = _silent
     if args.command == "ablate":
         from cdlm import ablate
 
-        ablate.check(run)
-        out.mkdir(parents=True, exist_ok=True)
+        with run.processes.main_first():
+            ablate.check(run)
+            out.mkdir(parents=True, exist_ok=True)
         with _alone_in(out):
-            print(ablate.run(run))
+            run.say(ablate.run(run))
         return 0
     wanted = stages.stages_of(recipe) if args.command == "distill" else [args.command]
     with _checked(run, wanted[0]):
@@ -285,7 +309,7 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
         from cdlm import hub
 
         hub.check_token()
-    if "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
+    if run.processes.main and "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
         shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
     for stage in wanted:
         if stages.is_done(run, stage):
@@ -293,11 +317,29 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
             continue
         start = time.monotonic()
         getattr(stages, stage)(run)
+        _release()
+        if not stages.is_done(run, stage):
+            raise ValueError(f"process {run.processes.rank} does not see the result of {stage} in {out}; all processes need that folder")
         run.say(f"{stage}: done in {time.monotonic() - start:.0f} s")
-    if args.command in ("distill", "evaluate"):
+    if run.processes.main and args.command in ("distill", "evaluate"):
         _print_table(run)
         run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'report.html'}, {out / 'pareto.png'}")
     return 0
+
+
+def _silent(text: str) -> None:
+    """What processes say of which another one speaks."""
+
+
+def _release() -> None:
+    """Give back what the stage before held: its models are garbage by now, some in cycles, and a GPU's memory is kept for reuse."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _typed(args: argparse.Namespace) -> str:
@@ -426,7 +468,7 @@ def _push(args: argparse.Namespace) -> int:
     if args.target.suffix in (".yaml", ".yml") and not args.target.is_dir():
         flags = [("push.repo_id", args.repo_id), ("push.private", args.private), ("push.adapter_only", args.adapter_only)]
         args.set += [f"{key}={str(value).lower() if value is True else value}" for key, value in flags if value]
-        args.recipe, args.hardware = args.target, None
+        args.recipe, args.hardware, args.gpus = args.target, None, None
         return _push_run(args) if args.dry_run else _stages(args)
     if args.set or args.out is not None:
         raise ValueError(f"--set and --out belong to a recipe; {args.target} is not a YAML file")
@@ -442,8 +484,11 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from cdlm import bench, stages
+    from cdlm import bench, processes, stages
     from cdlm import recipe as recipes
+
+    if processes.launched() > 1:
+        raise ValueError(f"bench keeps the clock in one process; {processes.launched()} were launched")
 
     growing = {"prompt_tokens": args.prompt_tokens, "repeats": args.repeats, "steps_per_block": args.steps_per_block}
     recipe = recipes.load(args.recipe, args.set)

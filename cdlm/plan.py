@@ -1,5 +1,5 @@
 """What a run would do, without doing it: the plan that --dry-run prints. Reads configs and data, loads no weights, and fetches nothing
-for a recipe that has a config.
+for a recipe that has a config. For several devices also what each stage holds in the memory of one, under each engine (memory.py).
 
 Times are rough. On a card they come from the roofline (roofline.py), on this CPU from a measured matrix product. Where questions are
 not on this machine the recipe's counts and limits stand for them, which makes the times upper bounds, and the plan says so.
@@ -8,15 +8,16 @@ not on this machine the recipe's counts and limits stand for them, which makes t
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from cdlm import ablate, data, families, roofline
+from cdlm import ablate, data, families, memory, roofline
 from cdlm.canvases import step_bytes
 from cdlm.decode import slots
 from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
-from cdlm.stages import STAGES, Run, is_done, proposals_of, slow_proposals, stages_of
+from cdlm.stages import OF_A_MODEL, STAGES, Run, deal_rows, is_done, proposals_of, slow_proposals, stages_of
 from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
 
 # Share of the bound that a run reaches: kernels reach 75 to 90 % of it, and between them an eager loop waits for launches, for the host
@@ -39,7 +40,7 @@ class Questions:
 class Work:
     """`forwards` forwards of `rows` rows, in a mode of the roofline; `passes` as much work each (a backward is one or two more).
 
-    block: length of its blocks where it is not the recipe's.
+    block: length of its blocks where it is not the recipe's. alone: done by one process while the others wait.
     """
 
     forwards: float
@@ -47,6 +48,7 @@ class Work:
     mode: str = "dlm"
     passes: float = 1.0
     block: int | None = None
+    alone: bool = False
 
 
 def machine_flops(width: int) -> float:
@@ -61,10 +63,15 @@ def machine_flops(width: int) -> float:
 
 
 class Plan:
-    """The resolved plan of a run; its stages as lines of text. hardware: a card instead of the recipe's."""
+    """The resolved plan of a run; its stages as lines of text. hardware: a card instead of the recipe's. gpus: devices, None for one
+    without a table of memory."""
 
-    def __init__(self, run: Run, hardware: str | None = None):
+    def __init__(self, run: Run, hardware: str | None = None, gpus: int | None = None):
         self.run, r = run, run.recipe
+        if gpus is not None and gpus < 1:
+            raise ValueError(f"--gpus is {gpus}; it must be at least 1")
+        self.gpus = gpus or 1
+        deal_rows(r.train.batch_size, r.train.accumulation, self.gpus)
         self.inputs = run.check_inputs(everything=False)
         self.parameters = sum(p.numel() for p in self.inputs.model.parameters())
         self.config = self.inputs.model.config
@@ -78,6 +85,7 @@ class Plan:
         self.shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source)) if self.card else None
         self.speed = machine_flops(self.sizes.hidden_size) * EFFICIENCY if self.card is None and r.device == "cpu" else None
         self.total = 0.0
+        self.spent: dict[str, float | None] = {}
         # The slots that a teacher fills, and how: as a block diffusion model with a cache if it is one, else over the whole sequence.
         facts, self.slots, self.teacher = self.inputs.facts, r.decode.max_new_tokens, ("dlm", r.decode.block_length)
         if facts is not None:
@@ -90,15 +98,16 @@ class Plan:
         d = self.run.recipe.decode
         out = 0.0
         for w in work:
+            devices = 1 if w.alone else self.gpus
             shape = {"block": w.block or d.block_length, "context": max(1, round(prompt_tokens)), "generate": d.max_new_tokens}
             if self.card is not None:
                 assert self.shape is not None
                 size = families.DTYPES[self.run.recipe.dtype].itemsize
                 operators = roofline.operators(self.shape, w.mode, batch=w.rows, size=size, **shape)
-                out += w.forwards * w.passes * sum(op.seconds(self.card) for op in operators) / EFFICIENCY
+                out += w.forwards * w.passes * sum(op.seconds(self.card) for op in operators) / EFFICIENCY / devices
             elif self.speed is not None:
                 tokens = w.rows * roofline.queries(w.mode, **shape)
-                out += w.forwards * w.passes * tokens * 2.0 * self.parameters / self.speed
+                out += w.forwards * w.passes * tokens * 2.0 * self.parameters / self.speed / devices
             else:
                 return None
         return out
@@ -196,6 +205,7 @@ class Plan:
         done = is_done(run, name, sound=False)
         spent = 0.0 if done else self.seconds(work, prompt_tokens)
         self.total += spent or 0.0
+        self.spent[name] = spent
         ending = " (done)" if done else "" if spent is None or not work else f", roughly {clock(spent)}"
         return f"{label or name:<11} {words}{ending}"
 
@@ -203,11 +213,110 @@ class Plan:
         """The total, and what it rests on."""
         if self.card is not None:
             rates = f"{self.card.bf16 / 1e12:.0f} TFLOP/s, {self.card.bandwidth / 1e12:.2f} TB/s"
-            return f"in all      roughly {clock(self.total)} of one {self.card.name} ({rates}) at {EFFICIENCY:.0%} of its roofline"
+            on = f"one {self.card.name}" if self.gpus == 1 else f"{self.gpus} {self.card.name}"
+            return f"in all      roughly {clock(self.total)} of {on} ({rates}) at {EFFICIENCY:.0%} of its roofline"
         if self.speed is not None:
             return f"in all      roughly {clock(self.total)} at {self.speed / 1e9:.0f} GFLOP/s"
         cards = ", ".join(roofline.HARDWARE)
         return f"in all      no time: device is {self.run.recipe.device}; name a card with --hardware, one of {cards}"
+
+    @cached_property
+    def trained(self) -> memory.Model:
+        """The model in training, on the meta device."""
+        from cdlm.families import convert
+        from cdlm.trainer import put_lora
+
+        r, t = self.run.recipe, self.run.recipe.train
+        hf = convert.skeleton(self.config).to(families.DTYPES[r.dtype])
+        if t.lora is not None:
+            with torch.device("meta"):
+                put_lora(
+                    hf, rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout,
+                    left_alone=families.CLASSES.get(self.config.model_type, DiffusionLM).left_alone,
+                )
+        shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source))
+        noisy = r.decode.max_new_tokens if t.objective in ("bd3lm", "tidar") else 0
+        size, _ = deal_rows(t.batch_size, t.accumulation, self.gpus)
+        length = r.data.max_prompt_tokens + self.slots + noisy
+        return memory.measure(hf, size, length, checkpointing=t.gradient_checkpointing, shape=shape if shape.experts else None)
+
+    def held(self, stage: str) -> dict[str, memory.Held]:
+        """What a stage holds on a device, by engine."""
+        r, t = self.run.recipe, self.run.recipe.train
+        engines = memory.ENGINES if self.gpus > 1 else memory.ENGINES[:1]
+        model, size = self.trained, families.DTYPES[r.dtype].itemsize
+        vocab, hidden = self.config.get_text_config().vocab_size, self.config.get_text_config().hidden_size
+        if stage == "train":
+            distilling = t.objective == "cdlm" and t.distill_weight > 0
+            views = bool(t.distill_weight or t.consistency_weight) + bool(t.dlm_weight) if t.objective == "cdlm" else 1 + t.complementary
+            rows, _ = deal_rows(t.batch_size, t.accumulation, self.gpus)
+            return {
+                engine: memory.training(
+                    model, engine, self.gpus, forwards=views, teacher_head=float(vocab * hidden * size) * distilling,
+                    slots=rows * self.slots, vocab=vocab,
+                )
+                for engine in engines
+            }
+        adapter = model.trained if t.lora is not None else 0.0
+        base = model.weights - adapter
+        if stage == "export":  # the student, and the model that it is merged into
+            return dict.fromkeys(engines, memory.Held({"weights": base + adapter, "student": base}))
+        shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source))
+        batch = r.collect.batch_size if stage == "collect" and r.collect is not None else r.evaluate.batch_size
+        length = r.data.max_prompt_tokens + self.slots
+        weights = {"weights": base}
+        if stage == "evaluate" and t.objective in OF_A_MODEL:
+            weights["student"] = adapter or base
+        widest = max(shape.intermediate, shape.experts_per_token * shape.expert_intermediate + shape.shared_intermediate)
+        cached = stage == "evaluate" or self.teacher[0] == "block"
+        held = memory.decoding(
+            weights, rows=batch, length=length, block=r.decode.block_length, vocab=vocab, size=size, inner=4.0 * hidden + 3 * widest,
+            cache=batch * shape.kv_bytes(length, size) if cached else 0.0,
+        )
+        return dict.fromkeys(engines, held)
+
+    def disk(self, stage: str) -> float:
+        """Bytes that a stage writes, at its height: a checkpoint more stands there while the next one is written."""
+        r, t = self.run.recipe, self.run.recipe.train
+        model = self.trained
+        student = model.trained if t.lora is not None else model.weights
+        if stage == "collect":
+            assert r.collect is not None
+            count = self.prompts.count * len(r.collect.temperatures)
+            row = 4 * (self.prompts.prompt_tokens + 2 * r.decode.max_new_tokens + self.slots) + 6 * self.slots
+            return hidden_bytes(count, self.slots, self.config.hidden_size) + count * row
+        if stage == "train":
+            return 2 * (student + 2 * model.trained) + student
+        if stage == "export":
+            kept = r.export.dtype or r.dtype
+            merged = self.parameters * float(families.DTYPES[kept].itemsize)
+            return merged + (student if t.lora is not None else 0.0)
+        return 2000.0 * self.tests.count * len(r.evaluate.methods or ())
+
+    def devices(self, stages: Sequence[str]) -> list[str]:
+        """A table of stages: memory of one device under each engine, whether it fits, hours of all devices, disk."""
+        engines = memory.ENGINES if self.gpus > 1 else memory.ENGINES[:1]
+        room = self.card.memory if self.card is not None else None
+        lines = [("stage", *engines, "hours", "device hours", "disk")]
+        for stage in stages:
+            held, spent = self.held(stage), self.spent.get(stage)
+            cells = [_memory(held[engine].total, room) for engine in engines]
+            hours = ("-", "-") if not spent else (f"{spent / 3600:.2f}", f"{spent / 3600 * self.gpus:.1f}")
+            lines.append((stage, *cells, *hours, roofline.count(self.disk(stage), "B")))
+        card = f"{self.card.name}, {roofline.count(self.card.memory, 'B')}" if self.card is not None else "a device; no card was named"
+        rows, batches = deal_rows(self.run.recipe.train.batch_size, self.run.recipe.train.accumulation, self.gpus)
+        out = [
+            f"memory      of one device ({card}), {self.gpus} of them, training {batches} x {rows} rows a step on each",
+            *roofline.columns(lines),
+        ]
+        if "train" in stages:
+            for engine, one in self.held("train").items():
+                parts = ", ".join(f"{name} {roofline.count(size, 'B')}" for name, size in one.parts.items() if size)
+                loads = f"; loading {roofline.count(one.load, 'B')}" if one.load else ""
+                out.append(f"train, {engine}: {parts}{loads}")
+        wide = f" A stage fits when it needs at most {memory.HEADROOM:.0%} of a card." if room is not None else ""
+        out.append(f"Without the driver's own memory and fragmentation.{wide} Communication takes no time here.")
+        return out
 
     def _collect(self, run: Run) -> tuple[str, list[Work], float]:
         c = run.recipe.collect
@@ -304,7 +413,7 @@ class Plan:
                 mode, block = "tidar" if method in ("tidar", "tidar_mix") else "block", r.decode.block_length
             work += [
                 Work(steps[method] * tests.count / e.batch_size, e.batch_size, mode, block=block),
-                *(Work(steps[method] * calls, size, mode, block=block) for size, calls in sorted(timed.items())),
+                *(Work(steps[method] * calls, size, mode, block=block, alone=True) for size, calls in sorted(timed.items())),
             ]
         if r.train.objective == "tidar":
             counts = sorted({*e.proposals, proposals_of(r, self.config)}, reverse=True)
@@ -330,13 +439,14 @@ class Plan:
         return f"{what} to {asked.repo_id}{' (private)' if asked.private else ''}", [], 0.0
 
 
-def text(run: Run, stages: Sequence[str] = (*STAGES, "push"), hardware: str | None = None) -> str:
-    """The plan of these stages: models, parameters, steps, bytes, forwards, a rough time."""
+def text(run: Run, stages: Sequence[str] = (*STAGES, "push"), hardware: str | None = None, gpus: int | None = None) -> str:
+    """The plan of these stages: models, parameters, steps, bytes, forwards, a rough time; for a number of devices also memory and disk."""
     wanted = [stage for stage in stages if stage in stages_of(run.recipe)]
     if not wanted:
         raise ValueError(f"this recipe has no {stages[0]} stage; it has {', '.join(stages_of(run.recipe))}")
-    plan = Plan(run, hardware)
-    return "\n".join([*plan.head(), *(plan.stage(stage) for stage in wanted), plan.foot()])
+    plan = Plan(run, hardware, gpus)
+    lines = [*plan.head(), *(plan.stage(stage) for stage in wanted), plan.foot()]
+    return "\n".join(lines if gpus is None else [*lines, "", *plan.devices([stage for stage in wanted if stage != "push"])])
 
 
 def ablation(run: Run, hardware: str | None = None) -> str:
@@ -357,6 +467,11 @@ def _questions(r: Recipe, read: list[data.Example] | None, asked: int | None) ->
     block = r.decode.block_length
     slots = sum(-(-(len(e.answer_ids) + 1) // block) * block for e in read) / len(read)
     return Questions(len(read), sum(len(e.prompt_ids) for e in read) / len(read), slots)
+
+
+def _memory(needed: float, room: float | None) -> str:
+    ending = "" if room is None else " fits" if needed <= memory.HEADROOM * room else " too much"
+    return roofline.count(needed, "B") + ending
 
 
 def clock(seconds: float) -> str:

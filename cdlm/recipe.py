@@ -171,7 +171,10 @@ class Train:
     ar_weight: uniform only, of the encoder's next-token loss. self_conditioning: how often a canvas is told what the step before saw
         (uniform; cdlm on canvases). finish: cdlm on canvases, how often y* is the finished canvas in place of a state before it.
     READ_BY says which keys an objective does not read.
-    batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs.
+    batch_size: rows of a forward; accumulation: forwards of an optimiser step. Exactly one of steps and epochs. Several processes share
+        these rows; a step has as many, whatever their number.
+    gradient_checkpointing: layers keep their inputs alone and are computed again in the backward. bf16: forwards in bfloat16 by autocast,
+        for weights of dtype float32; with dtype bfloat16 everything is in it.
     The weights default to the paper's 1.0, 0.5 and 0.01; the last one times decode.max_new_tokens, see PAPERS.md (null).
     """
 
@@ -200,6 +203,8 @@ class Train:
     finish: float = 0.5
     lora: Lora | None = None
     num_examples: int | None = None
+    gradient_checkpointing: bool = False
+    bf16: bool = False
     save_steps: int = 100
     logging_steps: int = 10
 
@@ -570,6 +575,8 @@ def check(recipe: Recipe) -> None:
     for f in dataclasses.fields(t):
         if t.objective not in READ_BY.get(f.name, OBJECTIVES) and getattr(t, f.name) != f.default:
             raise ValueError(f"train.{f.name} is {getattr(t, f.name)}; objective {t.objective} does not read it: leave it out")
+    if t.bf16 and r.dtype == "float16":
+        raise ValueError("train.bf16 is true and dtype 'float16'; allowed with it: float32, bfloat16")
     if t.complementary and t.noise_first_cap < 1:
         raise ValueError(f"train.noise_first_cap is {t.noise_first_cap}; with complementary masks it must be 1: their complement is many")
     if t.objective in ("bd3lm", "ar", "tidar", "uniform") and r.collect is not None:

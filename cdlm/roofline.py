@@ -456,7 +456,7 @@ def table(found: list[dict[str, Any]]) -> str:
             count(f["weight_bytes"], "B"), count(f["kv_bytes"], "B") if f["kv_bytes"] else "-",
             f"{'yes' if f['fits'] else 'no'}, of {f['memory_bytes'] / 1e9:.0f} GB",
         ))  # fmt: skip
-    return _columns(lines)
+    return "\n".join(columns(lines))
 
 
 def operator_table(found: dict[str, Any]) -> str:
@@ -466,9 +466,10 @@ def operator_table(found: dict[str, Any]) -> str:
         (op["name"], count(op["flop"]), count(op["bytes"]), f"{op['flop'] / op['bytes']:.1f}", duration(op["seconds"]), op["bound"])
         for op in found["operators"]
     ]
-    return _columns(lines)
+    return "\n".join(columns(lines))
 
 
-def _columns(lines: Sequence[tuple[str, ...]]) -> str:
+def columns(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of cells as text, each column as wide as its longest cell."""
     width = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, width, strict=True)).rstrip() for line in lines)
+    return ["  ".join(cell.ljust(w) for cell, w in zip(line, width, strict=True)).rstrip() for line in lines]

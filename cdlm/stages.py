@@ -9,6 +9,9 @@
 Every stage leaves a note of what it was asked to do. A folder that holds the result of other values is an error, not a redo.
 Every stage leaves checksums of what it wrote (see files.py), and the next one reads nothing that differs from them: a damaged shard or
 checkpoint is made again, anything else that is damaged is an error that names the file.
+
+Of several processes (`accelerate launch`) all come to every stage: shards, rows of a step and questions are dealt out, the main process
+alone writes what there is one of, and none leaves a stage before its result is there.
 """
 
 import contextlib
@@ -30,6 +33,7 @@ from cdlm.families import adapter as adapters
 from cdlm.families import causal, checkpoint, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
+from cdlm.processes import ALONE, Processes
 from cdlm.recipe import OTHER_MODEL, Collect, Recipe, Sampler
 
 STAGES = ("collect", "train", "evaluate", "export")
@@ -80,6 +84,7 @@ class Run:
     say: Callable[[str], None] = print
     shared_trajectories: Path | None = None
     command: str | None = None  # what the user typed, for the report
+    processes: Processes = ALONE
     _hub: dict[str, tuple[Any, data.HubData]] = field(default_factory=dict, repr=False)
     _examples: dict[tuple[str, int | None], list[data.Example]] = field(default_factory=dict, repr=False)
     _sound: set[str] = field(default_factory=set, repr=False)  # stages whose files were compared with their checksums, or just written
@@ -427,7 +432,10 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
         made["trajectories"] = trajectories.read_manifest(run.trajectories)["request_hash"]
     if stage == "collect":
         return made
-    unread = ("save_steps", "logging_steps", *(() if r.train.objective == "tidar" else ("alpha",)))
+    unread = (
+        "save_steps", "logging_steps", "gradient_checkpointing", *(() if r.train.objective == "tidar" else ("alpha",)),
+        *(() if r.train.bf16 else ("bf16",)),
+    )  # fmt: skip
     plain = {f.name: f.default for f in fields(r.train) if f.name in ("ar_weight", "self_conditioning", "finish")}  # few runs state these
     training = {k: v for k, v in r.section("train")["train"].items() if k not in unread and not (k in plain and v == plain[k])}
     trained = {**made, "train": training, **r.section("scratch")}
@@ -514,6 +522,7 @@ def collect(run: Run) -> None:
         config=changed(run.decode_config(), stop_at_eos=c.stop_at_eos),
         temperatures=c.temperatures, batch_size=c.batch_size, shard_size=c.shard_size,
         seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,
+        processes=run.processes,
     )
     run._sound.add("collect")
     run.say(f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
@@ -533,8 +542,9 @@ def _collect_canvases(run: Run, model: DiffusionLM, tokenizer: Any, examples: li
     manifest = canvases.collect(
         model, examples, run.trajectories, right=lambda example, ids: example.is_right(tokenizer.decode(ids)), config=config, top_k=c.top_k,
         batch_size=c.batch_size, shard_size=c.shard_size, seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)),
-        request=request_of(run, "collect"), say=run.say,
+        request=request_of(run, "collect"), say=run.say, processes=run.processes,
     )
+    run._sound.add("collect")
     run.say(
         f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}; "
         f"{manifest['bytes']:,} bytes"
@@ -554,8 +564,11 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     model = run.load_teacher()
     tokenizer = run.tokenizer(model.facts)
     request = request_of(run, "train")
-    checkpoints = run.out / "checkpoints"
-    trajectories.claim(checkpoints, checkpoints / "request.json", request)
+    checkpoints, processes = run.out / "checkpoints", run.processes
+    if processes.main:
+        trajectories.claim(checkpoints, checkpoints / "request.json", request)
+    processes.wait()
+    batch_size, accumulation = deal_rows(t.batch_size, t.accumulation, processes.count)
 
     lengths = None
     dataset: training.TrajectoryStates | training.AnswerNoise | training.CanvasStates
@@ -582,9 +595,10 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         dataset = noisy(examples, r.decode.max_new_tokens, r.seed, r.decode.block_length if t.objective == "bd3lm" else None)
         lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
         head = None
-    if len(dataset) < t.batch_size:
+    if len(dataset) < batch_size * processes.count:
+        shared = "" if processes.count == 1 else f" for each of {processes.count} processes"
         raise ValueError(
-            f"train.batch_size is {t.batch_size}; there are {len(dataset)} rows to train on"
+            f"train.batch_size is {batch_size}{shared}; there are {len(dataset)} rows to train on"
             + (f", {run.trajectories / 'manifest.json'} counts what was screened and why" if t.objective == "cdlm" else "")
         )
     peft_model = None
@@ -599,6 +613,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     run.say(
         f"train: {trainable:,} of {sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps of {per_step} rows "
         f"({steps * per_step / len(dataset):.1f} epochs of {len(dataset)})"
+        + ("" if processes.count == 1 else f", in {processes.count} processes with {accumulation} x {batch_size} of them each")
     )
     args = training.CDLMConfig(
         output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
@@ -607,7 +622,8 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         complementary=t.complementary, alpha=t.alpha, ar_weight=t.ar_weight, self_conditioning=t.self_conditioning, finish=t.finish,
         learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
         warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
-        per_device_train_batch_size=t.batch_size, gradient_accumulation_steps=t.accumulation,
+        per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
+        gradient_checkpointing=t.gradient_checkpointing, bf16=t.bf16,
         weight_decay=t.weight_decay, adam_beta2=t.adam_beta2, max_grad_norm=t.max_grad_norm,
         seed=r.seed, data_seed=r.seed, save_steps=t.save_steps, save_total_limit=1, logging_steps=t.logging_steps,
         use_cpu=r.device == "cpu", dataloader_pin_memory=False, disable_tqdm=True, dataloader_drop_last=True,
@@ -626,13 +642,16 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     trainer.remove_callback(PrinterCallback)
     if watch is not None:
         trainer.add_callback(watch(trainer))
-    _drop_damaged(checkpoints, run.say)
+    if processes.main:
+        _drop_damaged(checkpoints, run.say)
+    processes.wait()
     last = get_last_checkpoint(str(checkpoints))
     if last is not None:
+        training.check_engine(Path(last), trainer.engine)
         run.say(f"train: goes on from {Path(last).name}")
     if last is not None and Path(last).name == f"checkpoint-{steps}":
         # All steps are done, only the student was not yet put in place; the Trainer's loop would take one step more.
-        trainer._load_from_checkpoint(last)
+        trainer.load(last)
         history = json.loads((Path(last) / "trainer_state.json").read_text())["log_history"]
     else:
         try:
@@ -641,9 +660,29 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
             kept = get_last_checkpoint(str(checkpoints))
             raise FloatingPointError(f"{error}. The last good checkpoint: {kept or 'none was written yet'}") from None
         history = trainer.state.log_history
-    _note_log(run, history)
-    _save_student(run, model, tokenizer, peft_model, request)
-    shutil.rmtree(checkpoints)
+    state = trainer.full_state()
+    if processes.main:
+        _note_log(run, history)
+        _save_student(run, model, tokenizer, peft_model, request, state)
+        shutil.rmtree(checkpoints)
+    processes.wait()
+
+
+def deal_rows(batch_size: int, accumulation: int, processes: int) -> tuple[int, int]:
+    """Rows of a forward and forwards of a step for each of some processes, which share the rows of one process' step.
+
+    Forwards are dealt out whole where that is possible: then every process takes some of the very batches of one process. Else the rows are
+    dealt out in the largest batches that fit.
+    """
+    rows = batch_size * accumulation
+    if rows % processes:
+        raise ValueError(
+            f"a step has train.batch_size {batch_size} x train.accumulation {accumulation} = {rows} rows, which {processes} processes "
+            f"can't share evenly; numbers that can: {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
+        )
+    each = rows // processes
+    size = max(n for n in range(1, batch_size + 1) if each % n == 0)
+    return size, each // size
 
 
 def autoregressive(facts: families.Facts, asked_by: str) -> None:
@@ -706,17 +745,20 @@ def _drop_damaged(checkpoints: Path, say: Callable[[str], None]) -> None:
             shutil.rmtree(folder)
 
 
-def _save_student(run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any, request: dict[str, Any]) -> None:
-    """The adapter, or the whole model; request.json comes last and says that it is complete."""
+def _save_student(
+    run: Run, model: DiffusionLM, tokenizer: Any, peft_model: Any, request: dict[str, Any], state: dict[str, torch.Tensor] | None
+) -> None:
+    """The adapter, or the whole model; request.json comes last and says that it is complete. state: its weights where the model itself
+    holds but a shard of them."""
     speak_of_another = (
         "report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, "push.request.json", run.exported.name,
     )  # fmt: skip
     with files.replacing_folder(run.student, before=[run.out / name for name in speak_of_another]) as partial:
         if peft_model is not None:
-            peft_model.save_pretrained(partial)
+            peft_model.save_pretrained(partial, state_dict=state)
         else:
             native.state(model.hf.config, trained_facts(run.recipe, model.facts))
-            model.hf.save_pretrained(partial)
+            model.hf.save_pretrained(partial, state_dict=state)
             families.save_tokenizer(tokenizer, partial)
         files.write_json(partial / "request.json", request)
     run._sound.add("train")
@@ -762,7 +804,7 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     pareto.png, and samples.jsonl with every answer.
 
     folder: where they go in place of the run's own (they are then no result of this stage). more: further parts of the report. Returns
-    the report.
+    the report; of several processes only the main one has it.
     """
     from cdlm.evaluate import report, speculation
     from cdlm.evaluate.assisted import GenerateConfig
@@ -853,7 +895,7 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     cut_steps = set(e.truncated_steps)
     truncated: float | None = None
     first = [m for name in ("student", "teacher") if name in e.methods for m in methods(name)]
-    measured += run_methods(first, examples, tokenizer, e.batch_size, run.say)
+    measured += run_methods(first, examples, tokenizer, e.batch_size, run.say, run.processes)
     at_tau = [m for m in measured if m.method.name == "student" and m.method.parameter == tau]
     if at_tau:
         truncated = max(naive.blocks + (teacher.facts.block_origin == "zero"), round(mean(row.steps for row in at_tau[0].rows)))
@@ -862,7 +904,10 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
             truncated = max(1, round(sum(row.steps for row in rows) / sum(row.commit_forwards for row in rows)))
         cut_steps |= {truncated}
     rest = [m for name in e.methods if name not in ("student", "teacher") for m in methods(name)]
-    measured += run_methods(rest, examples, tokenizer, e.batch_size, run.say)
+    measured += run_methods(rest, examples, tokenizer, e.batch_size, run.say, run.processes)
+    if not run.processes.main:  # the clock runs in one process, with the machine to itself; the others wait for its report
+        run.processes.wait()
+        return {}
     order = {name: i for i, name in enumerate(e.methods)}
     measured.sort(key=lambda m: order[m.method.name])
     timed = _spread(examples, e.latency_prompts)
@@ -905,6 +950,7 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     report.write(found, to, r.name, log)
     if folder is None:
         run._sound.add("evaluate")
+    run.processes.wait()
     return found
 
 
@@ -1014,6 +1060,12 @@ def export(run: Run) -> None:
 
     Where an adapter can't be merged the folder is the adapter, and why is said.
     """
+    if run.processes.main:
+        _export(run)
+    run.processes.wait()
+
+
+def _export(run: Run) -> None:
     from cdlm import hub
     from cdlm.evaluate import report
 
@@ -1087,6 +1139,12 @@ def export(run: Run) -> None:
 
 def push(run: Run) -> None:
     """The exported folder, or its adapter alone, to the Hub; a note that this was done."""
+    if run.processes.main:
+        _push(run)
+    run.processes.wait()
+
+
+def _push(run: Run) -> None:
     from cdlm import hub
 
     asked = run.recipe.push

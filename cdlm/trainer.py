@@ -13,9 +13,10 @@ Shapes: B rows, P prompt tokens, N slots, S slots of a canvas, L = P + N, D widt
 """
 
 import contextlib
+import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ class CDLMConfig(TrainingArguments):
     warmup_steps: float = field(default=0.05, metadata={"help": "Warm-up steps; below 1, their share of all steps."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Batches carry columns that no forward names."})
     report_to: str = field(default="none", metadata={"help": "Where to report besides the log."})
-    bf16: bool = field(default=False, metadata={"help": "Mixed precision."})
+    bf16: bool = field(default=False, metadata={"help": "Forwards in bfloat16 (autocast); weights keep their dtype, losses are fp32."})
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -411,6 +412,11 @@ class CDLMTrainer(Trainer):
     teacher_head: the teacher's lm_head, for "cdlm"; it stays as it is, also when the student's own head is trained.
     Every loss is logged under its name, with its weight beside it. loss_is_scaled_for_ga is False: a loss is a mean over its
     micro-batch, and the Trainer divides by the number of micro-batches.
+
+    Under `accelerate launch` the Trainer's own engine (DDP, FSDP2, DeepSpeed) wraps the model, and a process gets every so-manieth
+    micro-batch of those that one process would take; with that many fewer micro-batches a step, the steps are the same ones. An engine
+    gathers weights and reduces gradients around the forward of what it wraps, so all of an objective, its several forwards, the head and
+    the losses, runs inside one call of the wrapped model.
     """
 
     _tag_names = ["cdlm", "diffusion", "block-diffusion"]
@@ -426,14 +432,20 @@ class CDLMTrainer(Trainer):
         stored_logits = isinstance(train_dataset, CanvasStates)
         if args.objective == "cdlm" and args.distill_weight > 0 and teacher_head is None and not stored_logits:
             raise ValueError("objective cdlm with distill_weight > 0 needs teacher_head, the teacher's lm_head")
-        if args.n_gpu > 1 or args.world_size > 1 or args.bf16 or args.fp16:
-            raise ValueError(
-                f"this trainer runs on one device, in the model's own dtype; asked for {max(args.n_gpu, args.world_size)} devices, "
-                f"bf16 {args.bf16}, fp16 {args.fp16}"
-            )
+        if args.n_gpu > 1:
+            raise ValueError(f"one process has {args.n_gpu} GPUs; start one process a GPU: accelerate launch --num_processes {args.n_gpu}")
+        if args.fp16:
+            raise ValueError("fp16 is True; allowed: bf16, or the model's own dtype")
         wrapped = model.hf if peft_model is None else peft_model  # what checkpoints save; forwards go through `model`
+        if args.gradient_checkpointing and peft_model is not None:
+            model.hf.enable_input_require_grads()  # a checkpoint whose inputs need no gradient would give its adapters none
         super().__init__(model=wrapped, args=args, train_dataset=train_dataset, data_collator=data_collator, **kwargs)
+        asked = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
+        for name, variable in asked.items():
+            if os.environ.get(variable, "false").lower() == "true" and self.engine != name.lower():
+                raise ValueError(f"accelerate was asked for {name}, which it does not run on this device ({args.device}); take DDP")
         self.diffusion, self.teacher_head, self.lengths = model, teacher_head, lengths
+        self._calls = False  # whether the model's forward is `_call`
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = defaultdict(int)
         self._epoch = _Epoch(*([train_dataset] if isinstance(train_dataset, _Drawing) else []))
@@ -446,9 +458,43 @@ class CDLMTrainer(Trainer):
         self._epoch.listeners += (sampler,)
         return sampler
 
+    @property
+    def engine(self) -> str:
+        """plain (one process, or DDP), fsdp or deepspeed. The last two shard weights, and their checkpoints have other files."""
+        return "fsdp" if self.is_fsdp_enabled else "deepspeed" if self.is_deepspeed_enabled else "plain"
+
+    def full_state(self) -> dict[str, Tensor] | None:
+        """After training, all weights in the main process; None where no engine has sharded them. All processes call."""
+        return None if self.engine == "plain" else self.accelerator.get_state_dict(self.model_wrapped)
+
+    def train(self, *args, **kwargs):
+        """As the Trainer's, with the wrapped model's forward replaced meanwhile."""
+        with self.calling():
+            return super().train(*args, **kwargs)
+
+    def load(self, checkpoint: str) -> None:
+        """The weights of a checkpoint of this engine, without a step of training."""
+        if self.engine == "plain":
+            self._load_from_checkpoint(checkpoint)
+        else:  # a sharded checkpoint is read into a model that is wrapped
+            self._prepare_for_training(self.args.max_steps, self.get_train_dataloader(), checkpoint)
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Inside, the trained module's forward calls what it is given, so that engines wrap all of an objective."""
+        trained, self._calls = self.model, True
+        trained.forward = _call
+        try:
+            yield
+        finally:
+            self._calls = False
+            del trained.forward
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         assert isinstance(self.args, CDLMConfig)
-        parts = OBJECTIVES[self.args.objective](self, inputs)
+        objective = OBJECTIVES[self.args.objective]
+        # A closure, for engines cast the tensors that they see among arguments, and noise must not be rounded.
+        parts = (model if self._calls else _call)(lambda: objective(self, inputs))
         total = None
         for name, loss in parts.items():
             weight = self.args.weights.get(name, 1.0)
@@ -512,7 +558,7 @@ class CDLMTrainer(Trainer):
         """Adds the mean of each loss since the last log, and its weight."""
         assert isinstance(self.args, CDLMConfig)
         for name, value in self._sums.items():
-            logs[f"{name}_loss"] = round(float(value) / self._counts[name], 6)
+            logs[f"{name}_loss"] = round(float(self.accelerator.gather(value).mean()) / self._counts[name], 6)
             if name in self.args.weights:
                 logs[f"{name}_weight"] = self.args.weights[name]
         self._sums, self._counts = {}, defaultdict(int)
@@ -535,6 +581,23 @@ def _plain_state(checkpoint: str | None) -> Iterator[None]:
         raise ValueError(f"{checkpoint} holds state that is more than tensors and plain values, and is not read: {reason}") from None
 
 
+def check_engine(checkpoint: Path, engine: str) -> None:
+    """A ValueError unless a checkpoint was written by this engine: one that finds no optimizer state starts a new one, and says nothing."""
+    written = "plain"
+    if any(checkpoint.glob("pytorch_model_fsdp*")):
+        written = "fsdp"
+    elif any(checkpoint.glob("global_step*")):
+        written = "deepspeed"
+    if written != engine:
+        names = {"plain": "one process or DDP", "fsdp": "FSDP", "deepspeed": "DeepSpeed"}
+        raise ValueError(f"{checkpoint} was written by {names[written]}; {names[engine]} can't go on from it: start as it was")
+
+
+def _call(work: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The forward of a module in training."""
+    return work()
+
+
 def _whole(batch: dict[str, Tensor], slots_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Prompt and slots as one sequence: ids [B, L], valid [B, L], prompt lengths [B]."""
     ids_BL = torch.cat([batch["prompt"], slots_BN], dim=1)
@@ -550,9 +613,9 @@ def _noisy_answer(trainer: CDLMTrainer, batch: dict[str, Tensor], block_length: 
     everywhere = torch.ones_like(batch["answer"], dtype=torch.bool)
     noisy_BN, masked_BN = noise.mask_tokens(batch["answer"], level_B, everywhere, model.facts.mask_id, batch["uniform"])
     prompt = batch["prompt"].shape[1]
-    logits_BNV = model.sequence_logits(*_whole(batch, noisy_BN), block_length)[:, prompt:]
+    row_BND = model.sequence_hidden(*_whole(batch, noisy_BN), block_length)[:, prompt:]
     length_B = torch.full_like(level_B, batch["answer"].shape[1])
-    return losses.masked_diffusion(logits_BNV, batch["answer"], masked_BN, level_B, length_B)
+    return losses.masked_diffusion_from_hidden(row_BND, model.head, batch["answer"], masked_BN, level_B, length_B, model.vocab)
 
 
 def mdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -563,9 +626,10 @@ def mdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
 def ar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Next-token cross-entropy on answers and their end tokens, under causal attention (blocks of one token)."""
     prompt, slots = batch["prompt"].shape[1], batch["answer"].shape[1]
-    logits_BNV = trainer.diffusion.sequence_logits(*_whole(batch, batch["answer"]), 1)[:, prompt:]
-    asked_BN = torch.arange(slots, device=logits_BNV.device) < batch["length"][:, None]
-    return {"ar": losses.next_token(logits_BNV, batch["answer"], asked_BN)}
+    model = trainer.diffusion
+    row_BND = model.sequence_hidden(*_whole(batch, batch["answer"]), 1)[:, prompt:]
+    asked_BN = torch.arange(slots, device=row_BND.device) < batch["length"][:, None]
+    return {"ar": losses.next_token_from_hidden(row_BND, model.head, batch["answer"], asked_BN, model.vocab)}
 
 
 def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -596,8 +660,9 @@ def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
         views.append((torch.where(other_BN, model.facts.mask_id, batch["answer"]), other_BN))
         level_BN = torch.ones_like(level_BN)
     found = [
-        losses.masked_diffusion(
-            model.noisy_clean_logits(seen_BN, ids_BL, valid_BL, prompt_B, args.block_length), batch["answer"], target_BN, level_BN, length_B
+        losses.masked_diffusion_from_hidden(
+            model.noisy_clean_hidden(seen_BN, ids_BL, valid_BL, prompt_B, args.block_length), model.head, batch["answer"], target_BN,
+            level_BN, length_B, model.vocab,
         )
         for seen_BN, target_BN in views
     ]
@@ -622,7 +687,10 @@ def tidar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
     row_BQD = model.packed_hidden(torch.cat([ids_BL, masked_BM], dim=1), layout.position_BQ, layout.sight, layout.before_BQ)
     asked_BN = torch.arange(length - prompt, device=ids_BL.device) < batch["length"][:, None]
     halves = {"ar": row_BQD[:, prompt - 1 : length - 1], "diffusion": row_BQD[:, length + prompt - skip :]}
-    return {name: losses.next_token(model.head(row_BND), batch["answer"], asked_BN) for name, row_BND in halves.items()}
+    return {
+        name: losses.next_token_from_hidden(row_BND, model.head, batch["answer"], asked_BN, model.vocab)
+        for name, row_BND in halves.items()
+    }
 
 
 def _canvas_noise(trainer: CDLMTrainer, batch: dict[str, Tensor], clean_BS: Tensor) -> Tensor:
@@ -669,21 +737,26 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
     prompt, mask, block = batch["prompt"].shape[1], model.facts.mask_id, args.block_length
     out: dict[str, Tensor] = {}
     if args.distill_weight or args.consistency_weight:
-        logits_BNV = model.sequence_logits(*_whole(batch, batch["y"]), block)[:, prompt:]
+        row_BND = model.sequence_hidden(*_whole(batch, batch["y"]), block)[:, prompt:]
         open_BN, open_later_BN = batch["y"] == mask, batch["y_star"] == mask
         if args.distill_weight and "hidden" not in batch:
-            out["distill"] = losses.token_distillation(logits_BNV, batch["y_star"], open_BN & ~open_later_BN)
+            out["distill"] = losses.token_distillation_from_hidden(
+                row_BND, model.head, batch["y_star"], open_BN & ~open_later_BN, model.vocab
+            )
         elif args.distill_weight:
             assert trainer.teacher_head is not None
-            with torch.no_grad():
-                teacher_BNV = trainer.teacher_head(batch["hidden"].to(logits_BNV.dtype))
-            out["distill"] = losses.distillation(logits_BNV, teacher_BNV, open_BN & ~open_later_BN)
+            teacher_BND = batch["hidden"].to(next(trainer.teacher_head.parameters()).dtype)
+            out["distill"] = losses.distillation_from_hidden(
+                row_BND, model.head, teacher_BND, trainer.teacher_head, open_BN & ~open_later_BN, model.vocab
+            )
         if args.consistency_weight:
             with torch.no_grad(), eval_mode(model.hf):
-                later_BNV = model.sequence_logits(*_whole(batch, batch["y_star"]), block)[:, prompt:]
+                later_BND = model.sequence_hidden(*_whole(batch, batch["y_star"]), block)[:, prompt:]
             # Blocks behind the one with the end token are no part of S_y: no decoding that stops there ever asks for them.
             asked_BN = torch.arange(open_BN.shape[1], device=open_BN.device) < batch["decoded"][:, None]
-            out["consistency"] = losses.consistency(logits_BNV, later_BNV, open_BN & open_later_BN & asked_BN)
+            out["consistency"] = losses.consistency_from_hidden(
+                row_BND, model.head, later_BND, _without_dropout(model.head), open_BN & open_later_BN & asked_BN, model.vocab
+            )
     if args.dlm_weight:
         out["dlm"] = _noisy_answer(trainer, batch, block)
     return out
@@ -724,6 +797,14 @@ def canvas_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, T
     return out
 
 
+def _without_dropout(head: nn.Module) -> losses.Head:
+    def forward(row_ND: Tensor) -> Tensor:
+        with eval_mode(head):
+            return head(row_ND)
+
+    return forward
+
+
 @contextlib.contextmanager
 def eval_mode(model: nn.Module):
     """Without dropout, as the target of equation 5 is computed."""
@@ -753,10 +834,17 @@ def add_lora(model: DiffusionLM, *, rank: int, alpha: int, targets: list[str], d
 
     The base weights stay frozen: with the adapter off (`peft_model.disable_adapter()`) the model is the teacher again.
     """
+    return put_lora(model.hf, rank=rank, alpha=alpha, targets=targets, dropout=dropout, left_alone=model.left_alone)
+
+
+def put_lora(
+    hf: nn.Module, *, rank: int, alpha: int, targets: list[str], dropout: float, left_alone: str | None = None
+) -> nn.Module:
+    """`add_lora` on a transformers model. left_alone: modules that get no adapter, as PEFT's exclude_modules."""
     from peft import LoraConfig, get_peft_model
 
-    match_targets(model.hf, targets)
+    match_targets(hf, targets)
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=model.left_alone, lora_dropout=dropout, bias="none"
+        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=left_alone, lora_dropout=dropout, bias="none"
     )
-    return get_peft_model(model.hf, config)
+    return get_peft_model(hf, config)

@@ -47,6 +47,7 @@ from cdlm.decode import DecodeConfig, NotFinite, Step, decode, slots
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import read_json
 from cdlm.files import write_json
+from cdlm.processes import ALONE, Processes
 
 FORMAT_VERSION = 1
 SCHEMA = {
@@ -240,6 +241,7 @@ def collect(
     right: Callable[[data.Example, list[int]], bool],
     request: dict[str, Any],
     say: Callable[[str], None] = print,
+    processes: Processes = ALONE,
     batch_of: Callable[..., Collected] | None = None,
     schema: dict[str, str] = SCHEMA,
 ) -> dict[str, Any]:
@@ -250,19 +252,24 @@ def collect(
     if it is a block diffusion model, as such in blocks of its own length, which must divide the student's. A shard's content
     depends on the request alone, so a run that was killed ends with the same files as one that was not.
     right: whether the tokens of an answer are a right one, for the screen.
+    processes: whole shards are dealt out to them, so their number changes no file; the main one writes the manifest.
     batch_of: decodes a batch, with the arguments of `_decode_batch`; schema: what its rows hold. (Another kind of trajectory: canvases.py.)
     """
     asked = config
     if batch_of is None:
         batch_of = _decode_batch
         asked = teacher_decoding(model.facts, config.max_new_tokens, config.block_length, stop_at_eos=config.stop_at_eos)
-    claim(folder, folder / "collection.json", request)
+    if processes.main:
+        claim(folder, folder / "collection.json", request)
+    processes.wait()
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
     names = [f"shard-{i:05d}" for i in range(len(shards))]
     todo = [i for i, name in enumerate(names) if not is_whole(folder, name, say)]
     if len(todo) < len(shards):
         say(f"collect: {len(shards) - len(todo)} of {len(shards)} shards are there already")
+    processes.wait()  # before the first of them writes, so that all deal out the same
+    todo = processes.share(todo)
     began = time.monotonic()
     for done, i in enumerate(todo, start=1):
         rows: Collected = []
@@ -276,8 +283,13 @@ def collect(
         spent = time.monotonic() - began
         count = sum(len(shards[j]) for j in todo[:done])
         left = spent / count * (sum(len(shards[j]) for j in todo) - count)
-        say(f"collect: shard {i + 1} of {len(shards)}, {count / spent:.1f} trajectories/s, about {left:.0f} s left")
-    return write_manifest(folder, names, request, screen, schema=schema)
+        rate = f"{processes.count * count / spent:.1f} trajectories/s" + (f" in {processes.count} processes" if processes.count > 1 else "")
+        say(f"collect: shard {i + 1} of {len(shards)}, {rate}, about {left:.0f} s left")
+    processes.wait()
+    if processes.main:
+        write_manifest(folder, names, request, screen, schema=schema)
+    processes.wait()
+    return read_manifest(folder)
 
 
 def _decode_batch(

@@ -199,8 +199,8 @@ def test_bd3lm_is_the_loop_over_rows_blocks_and_slots(tmp_path, facts, complemen
 
 def test_complementary_masks_make_every_slot_a_target_once(tmp_path, monkeypatch):
     asked = []
-    whole = losses.masked_diffusion
-    monkeypatch.setattr(losses, "masked_diffusion", lambda *args: (asked.append(args[2]), whole(*args))[1])
+    whole = losses.masked_diffusion_from_hidden
+    monkeypatch.setattr(losses, "masked_diffusion_from_hidden", lambda *args: (asked.append(args[3]), whole(*args))[1])
     t = trainer(tmp_path, "bd3lm", complementary=True)
     loss_of(t, [0, 1, 2, 3])
     assert len(asked) == 2 and not bool((asked[0] & asked[1]).any())

@@ -13,10 +13,10 @@ FLOORS = {
     0: ("masks", "noise", "unmask", "losses", "roofline", "files", "terminal"),
     1: ("attention", "cache"),
     2: ("families",),
-    3: ("decode", "speculate", "data"),
+    3: ("decode", "speculate", "data", "processes"),
     4: ("trajectories", "trainer"),
     5: ("evaluate", "hub", "exported", "importers", "canvases"),
-    6: ("recipe", "cli", "stages", "plan", "ablate", "bench", "trace", "verify"),
+    6: ("recipe", "cli", "stages", "plan", "memory", "ablate", "bench", "trace", "verify"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
@@ -25,10 +25,10 @@ HIGHEST = {
     "masks": -1, "noise": -1, "unmask": -1, "losses": -1, "roofline": -1, "files": -1, "terminal": -1,
     "attention": 0, "cache": -1,
     "families": 1,
-    "decode": 2, "speculate": 2, "data": -1,
+    "decode": 2, "speculate": 2, "data": -1, "processes": -1,
     "trajectories": 3, "canvases": 4, "trainer": 3,
     "evaluate": 4, "hub": 3, "exported": -1, "importers": 4,
-    "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "ablate": 6, "bench": 6, "trace": 6, "verify": 6,
+    "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "memory": 0, "ablate": 6, "bench": 6, "trace": 6, "verify": 6,
 }  # fmt: skip
 NEVER = {("trainer", "decode"), ("canvases", "trainer")}
 
@@ -39,7 +39,7 @@ LIBRARIES = {
     "attention": {"torch", "transformers", "triton"}, "cache": {"torch", "transformers"},
     "families": {"torch", "transformers", "huggingface_hub", "safetensors"},
     "decode": {"torch"}, "speculate": {"torch"}, "data": {"torch", "datasets", "tokenizers", "pyarrow", "huggingface_hub", "jinja2"},
-    "exported": {"torch", "transformers"}, "recipe": {"yaml"},
+    "exported": {"torch", "transformers"}, "recipe": {"yaml"}, "processes": {"torch", "accelerate"},
 }  # fmt: skip
 HEAVY = {
     "triton": {"attention"},

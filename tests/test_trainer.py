@@ -295,14 +295,6 @@ def test_full_training_leaves_the_teachers_head_alone(folder, tmp_path):
     assert torch.equal(t.teacher_head.weight, head) and not torch.equal(model.head.weight, head)
 
 
-def test_gradient_checkpointing_runs_with_lora(folder, tmp_path):
-    model = random_model()
-    peft_model = add_lora(model, rank=2, alpha=4, targets=["q_proj"])
-    before = weights(model)
-    trainer(folder, tmp_path, model, peft_model=peft_model, gradient_checkpointing=True, max_steps=2).train()
-    assert moved(before, weights(model)) > 1e-6
-
-
 def test_length_grouped_batches():
     lengths = [(i % 7, i % 3) for i in range(100)]
     sampler = LengthGrouped(lengths, 5, seed=0, chunk=4)
@@ -348,9 +340,50 @@ def test_the_target_of_equation_5_leaves_the_student_in_training_mode(folder, tm
     assert t.diffusion.hf.training
 
 
-def test_more_than_one_device_or_mixed_precision_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="runs on one device"):
-        trainer(folder, tmp_path, bf16=True)
+def test_bf16_computes_forwards_in_bfloat16_and_losses_in_fp32(folder, tmp_path):
+    """Weights stay fp32 and move; logits are bfloat16, and the losses near those of fp32, not equal."""
+    found = {}
+    for bf16 in (False, True):
+        model = random_model()
+        before, seen = weights(model), set()
+        model.head.register_forward_hook(lambda module, args, out, seen=seen: seen.add(out.dtype))
+        t = trainer(folder, tmp_path / str(bf16), model, bf16=bf16, max_steps=1)
+        t.train()
+        assert all(value.dtype == torch.float32 for value in weights(model).values()) and moved(before, weights(model)) > 1e-5
+        found[bf16] = (seen, t.state.log_history[0]["loss"])
+    assert found[False][0] == {torch.float32} and found[True][0] == {torch.bfloat16}
+    assert found[True][1] != found[False][1] and found[True][1] == pytest.approx(found[False][1], rel=0.1)
+
+
+def test_fp16_is_refused(folder, tmp_path, monkeypatch):
+    args = CDLMConfig(output_dir=str(tmp_path), use_cpu=True)
+    args.fp16 = True
+    with pytest.raises(ValueError, match="fp16 is True; allowed: bf16"):
+        CDLMTrainer(random_model(), args, None, None, teacher_head=torch.nn.Identity())
+
+
+def test_an_engine_that_accelerate_would_leave_out_is_refused(folder, tmp_path, monkeypatch):
+    """On a CPU accelerate does not shard, and says nothing."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"asked for FSDP.*take DDP"):
+        trainer(folder, tmp_path)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_gradient_checkpointing_gives_the_same_weights(folder, tmp_path, lora):
+    """Two steps with and without: the same losses and weights, and the layers of a step with a gradient run twice, so it was on."""
+    found = []
+    for on in (False, True):
+        model, calls = random_model(), []
+        torch.manual_seed(5)
+        peft_model = add_lora(model, rank=2, alpha=4, targets=["q_proj"]) if lora else None
+        first = model.hf.get_decoder().layers[0].self_attn.k_proj
+        first.register_forward_hook(lambda *args, calls=calls: calls.append(1))
+        t = trainer(folder, tmp_path / str(on), model, peft_model=peft_model, gradient_checkpointing=on, max_steps=2)
+        t.train()
+        found.append((weights(model), [line["loss"] for line in t.state.log_history if "loss" in line], len(calls)))
+    assert moved(found[0][0], found[1][0]) < 1e-6 and found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    assert found[0][2] == 2 * 3 and found[1][2] == 2 * (2 + 2 + 1)  # y and the answer again in the backward, y* once
 
 
 def test_states_of_blocks_from_position_zero(tmp_path):

@@ -49,6 +49,7 @@ from cdlm.decode import DecodeConfig, Decoded, NotFinite, Step, decode
 from cdlm.evaluate.assisted import DiffusionGenerateConfig, GenerateConfig, diffusion_generate, generate
 from cdlm.evaluate.clock import FEWEST, FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
 from cdlm.families.base import DiffusionLM
+from cdlm.processes import ALONE, Processes
 from cdlm.speculate import SpeculateConfig, Speculated, Verified, speculate
 
 BASES = ("teacher", "autoregressive")  # what a latency ratio is against: the first of these that was timed, else the first method
@@ -161,12 +162,14 @@ def _decode(method: Method, examples: list[data.Example]) -> Decoded | Speculate
         return answers(method, prompt.to(device), valid.to(device), seeds_of(examples))
 
 
-def score(method: Method, examples: list[data.Example], tokenizer, batch_size: int) -> list[Row]:
-    """Decode all examples, `batch_size` at a time, shortest prompts first; rows come back in the examples' order."""
+def score(method: Method, examples: list[data.Example], tokenizer, batch_size: int, processes: Processes = ALONE) -> list[Row]:
+    """Decode all examples, `batch_size` at a time, shortest prompts first; rows come back in the examples' order.
+
+    processes: whole batches are dealt out to them, so a row does not depend on their number; every process gets all rows.
+    """
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt_ids))
     rows: dict[int, Row] = {}
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
+    for part in processes.share([order[start : start + batch_size] for start in range(0, len(order), batch_size)]):
         try:
             out = _decode(method, [examples[i] for i in part])
         except NotFinite as error:
@@ -180,6 +183,9 @@ def score(method: Method, examples: list[data.Example], tokenizer, batch_size: i
             )
             if isinstance(out, Speculated):
                 rows[i].queries, rows[i].accepted = out.queries[row], out.accepted[row] if out.accepted else None
+    gathered = processes.gather(list(rows.items()))
+    assert sorted(i for i, _ in gathered) == list(range(len(examples))), "a question was measured twice, or not at all"
+    rows = dict(gathered)
     return [rows[i] for i in range(len(examples))]
 
 
@@ -384,12 +390,12 @@ def _plain(interval: Interval | None, count: int) -> dict[str, float | None] | N
 
 def run(
     methods: list[Method], examples: list[data.Example], tokenizer, batch_size: int,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print, processes: Processes = ALONE,
 ) -> list[Measured]:
     """Accuracy and steps of every method, with progress."""
     began, out = time.monotonic(), []
     for number, method in enumerate(methods, start=1):
-        m = Measured(method, score(method, examples, tokenizer, batch_size))
+        m = Measured(method, score(method, examples, tokenizer, batch_size, processes))
         out.append(m)
         accuracy, steps = mean(row.correct for row in m.rows), mean(row.steps for row in m.rows)
         spent = time.monotonic() - began

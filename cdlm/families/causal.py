@@ -115,6 +115,7 @@ def check(model: DiffusionLM, path_or_id: str | Path) -> None:
     """
     if model.device.type == "meta":
         return
+    assert model.facts.mask_token_id is not None
     text_BL, valid_BL, there = _probe_text(model), torch.tensor([[False] * 2 + [True] * 4]), slice(2, None)
     mask_B1 = text_BL.new_full((1, 1), model.facts.mask_token_id)
     prompt_BP, draft_BK = torch.cat([text_BL.new_full((1, 2), model.facts.pad_token_id), text_BL[:, :4]], dim=1), text_BL[:, 4:]

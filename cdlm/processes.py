@@ -1,0 +1,80 @@
+"""Which of several processes this is, and what they tell each other. `accelerate launch` (or torchrun) starts them, on one machine or on
+several; accelerate's PartialState makes the process group, so nothing here knows a backend.
+
+Knows no stage: who does what of a stage stands in the stage. All processes must see the same folders.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+PATIENCE = timedelta(days=7)  # a process may wait for one that measures or writes; one that dies is the launcher's to see
+
+
+@dataclass(frozen=True)
+class Processes:
+    """One of `count` processes, the one with number `rank`. The default is a process that is alone."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes what there is one of, and speaks."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This process's part of the items; the parts of all processes are disjoint and make up all of them."""
+        return list(items[self.rank :: self.count])
+
+    def wait(self) -> None:
+        """Go on when all processes are here."""
+        if self.count > 1:
+            import torch.distributed
+
+            torch.distributed.barrier()
+
+    def gather(self, items: list[T]) -> list[T]:
+        """The items of all processes, in the processes' order; the same list in every process."""
+        if self.count == 1:
+            return items
+        from accelerate.utils import gather_object
+
+        return gather_object(items)
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main process does what is inside, then all others do: what it refuses is refused once, what it fetches is there for them."""
+        if not self.main:
+            self.wait()
+        yield
+        if self.main:
+            self.wait()
+
+
+ALONE = Processes()
+
+
+def launched() -> int:
+    """How many processes the launcher started, of which this is one; 1 when there is no launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(device: str) -> Processes:
+    """Join the processes that were launched with this one, if any. device: what the recipe runs on; on GPUs each process of a machine gets
+    one of its own, which is "cuda" from then on."""
+    if launched() == 1:
+        return ALONE
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise ValueError("WORLD_SIZE is above 1; several processes need accelerate: pip install 'cdlm[train]'") from None
+    options: dict[str, Any] = {"timeout": PATIENCE}
+    state = PartialState(cpu=device == "cpu", **options)
+    if state.num_processes != launched():
+        raise ValueError(f"{launched()} processes were launched on device {device!r}, {state.num_processes} found each other")
+    return Processes(state.process_index, state.num_processes)

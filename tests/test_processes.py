@@ -1,0 +1,186 @@
+"""Two processes do what one does: the same trajectories, losses, student and table, under DDP and FSDP2. One spawn serves all checks."""
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import mini
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from safetensors.torch import load_file
+from two_processes import STOP, broken
+
+from cdlm import cli, recipe, stages
+from cdlm.processes import Processes
+from cdlm.trainer import check_engine
+
+STEPS = 20
+
+
+def launch(script: Path, *arguments: object, folder: Path, count: int = 2) -> subprocess.CompletedProcess:
+    """A Python file in processes that accelerate starts, as `make distill NPROC=2` does."""
+    environment = {
+        **os.environ, "HF_HOME": str(folder / "hf-home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / "accelerate" / "ddp.yaml"),
+        "--num_processes", str(count), "--main_process_port", "0", str(script), *map(str, arguments),
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """OUT/one by one process, and what two_processes.py leaves; OUT/broken goes on with one, OUT/resumed was begun by one."""
+    folder = tmp_path_factory.mktemp("processes")
+    file = mini.write(folder)
+    values = mini.values()
+    values["train"] |= {"steps": STEPS, "save_steps": STOP, "learning_rate": 0.0005}
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    out, asked = folder / "out", recipe.load(file)
+    assert cli.main(["distill", str(file), "--out", str(out / "one")]) == 0
+    stored = out / "one" / "trajectories"
+    broken(asked, out / "resumed", stored)
+    done = launch(ROOT / "tests" / "two_processes.py", file, out, folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    stages.train(stages.Run(asked, out / "broken", print, shared_trajectories=stored))
+    return out, done.stdout
+
+
+def log(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines() if "distill_loss" in line]
+
+
+def losses(out: Path) -> torch.Tensor:
+    """Steps by losses: the whole, distillation, consistency, restoring."""
+    return torch.tensor([[line[name] for name in ("loss", "distill_loss", "consistency_loss", "dlm_loss")] for line in log(out)])
+
+
+def test_two_processes_collect_the_bytes_of_one(runs):
+    out, _ = runs
+    one, two = (mini.contents(out / name / "trajectories") for name in ("one", "ddp"))
+    assert len([name for name in one if name.endswith(".parquet")]) == 3
+    assert one == two
+
+
+@pytest.mark.parametrize("name", ["ddp", "resumed", "broken", "fsdp"])
+def test_two_processes_train_as_one(runs, name):
+    """20 steps of four rows: the same losses (1e-5) and nearly the same weights, which are not the teacher's. "resumed" was begun by one
+    process and "broken" by two; the others ended them. Two processes took the losses of these and of "fsdp" in chunks. (What rounding does
+    to a random model grows from step to step, and faster at a higher learning rate.)"""
+    out, _ = runs
+    wanted, found = losses(out / "one"), losses(out / name)
+    assert found.shape == (STEPS, 4)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    one, two = (load_file(out / part / "student" / "model.safetensors") for part in ("one", name))
+    start = load_file(out.parent / "teacher" / "model.safetensors")
+    assert one.keys() == two.keys() == start.keys()
+    for key, value in one.items():
+        assert float((value - start[key]).abs().max()) > 2e-3, key
+        torch.testing.assert_close(two[key], value, atol=1e-4, rtol=0)
+
+
+def test_two_processes_write_the_same_table(runs):
+    """But for what the clock says. The main process alone speaks and writes."""
+    out, printed = runs
+
+    def table(name: str) -> list[dict]:
+        rows = json.loads((out / name / "report.json").read_text())["results"]
+        return [{key: value for key, value in row.items() if key not in ("latency_s", "tps")} for row in rows]
+
+    assert table("ddp") == table("one") and len(table("one")) > 5
+    samples = [(out / name / "samples.jsonl").read_text() for name in ("one", "ddp")]
+    assert samples[0] == samples[1]
+    assert printed.count("evaluate: done in") == 1 and printed.count("in 2 processes with 1 x 2 of them each") == 1
+    assert (out / "ddp" / "export" / "config.json").is_file() and not (out / "ddp" / "checkpoints").exists()
+
+
+def test_the_teacher_that_collected_is_gone_when_training_begins(tmp_path, monkeypatch):
+    """Two models of 26 B parameters do not fit where one does."""
+    recipe_file, loaded, alive = mini.write(tmp_path), [], []
+    load = stages.Run.load_teacher
+
+    def watched(run):
+        model = load(run)
+        loaded.append(weakref.ref(model.hf))
+        return model
+
+    def train(run):
+        alive.extend(reference() for reference in loaded)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(stages.Run, "load_teacher", watched)
+    monkeypatch.setattr(stages, "train", train)
+    assert cli.main(["distill", str(recipe_file), "--out", str(tmp_path / "out"), "--set", "collect.num_prompts=1"]) == 2
+    assert alive == [None]
+
+
+def test_bench_is_for_one_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["bench", str(ROOT / "recipes" / "tiny.yaml")]) == 2
+    assert "bench keeps the clock in one process; 2 were launched" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_shares_are_disjoint_and_make_up_all(count):
+    items = list(range(4))
+    shares = [Processes(rank, count).share(items) for rank in range(count)]
+    assert sorted(x for share in shares for x in share) == items
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(
+    "asked, count, wanted",
+    [((2, 32), 1, (2, 32)), ((2, 32), 8, (2, 4)), ((4, 1), 2, (2, 1)), ((6, 1), 2, (3, 1)), ((4, 3), 2, (3, 2)), ((1, 4), 4, (1, 1))],
+)
+def test_rows_of_a_step_are_dealt_out(asked, count, wanted):
+    """(4, 3) in two: six rows each, in batches of at most four: 2 x 3."""
+    assert stages.deal_rows(*asked, count) == wanted
+    assert wanted[0] * wanted[1] * count == asked[0] * asked[1]
+
+
+def test_rows_that_can_not_be_shared_are_refused():
+    with pytest.raises(ValueError, match=r"2 x train.accumulation 2 = 4 rows, which 3 processes can't share evenly; .*: 1, 2, 4"):
+        stages.deal_rows(2, 2, 3)
+
+
+def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
+    """The Trainer would go on from it with a new optimizer and say nothing."""
+    check_engine(tmp_path, "plain")
+    (tmp_path / "pytorch_model_fsdp.bin").touch()
+    check_engine(tmp_path, "fsdp")
+    with pytest.raises(ValueError, match="was written by FSDP; one process or DDP can't go on from it"):
+        check_engine(tmp_path, "plain")
+    with pytest.raises(ValueError, match="was written by FSDP; DeepSpeed"):
+        check_engine(tmp_path, "deepspeed")
+
+
+CONFIGS = {
+    "one_gpu": ("NO", 1, 1), "ddp": ("MULTI_GPU", 8, 1), "fsdp2": ("FSDP", 8, 1), "zero3": ("DEEPSPEED", 8, 1),
+    "two_nodes": ("MULTI_GPU", 16, 2),
+}  # fmt: skip
+
+
+def test_the_configs_are_accelerates_own(monkeypatch):
+    """accelerate's loader takes each (it refuses unknown keys); its launcher makes of the sharded one what was trained with above."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+    from two_processes import FSDP2
+
+    folder = ROOT / "recipes" / "accelerate"
+    assert {file.stem for file in folder.glob("*")} == set(CONFIGS)
+    for name, (kind, count, machines) in CONFIGS.items():
+        config = load_config_from_file(str(folder / f"{name}.yaml"))
+        assert (config.distributed_type.value, config.num_processes, config.num_machines) == (kind, count, machines)
+    assert load_config_from_file(str(folder / "zero3.yaml")).deepspeed_config["zero_stage"] == 3
+    args = launch_command_parser().parse_args(["--config_file", str(folder / "fsdp2.yaml"), "-m", "cdlm.cli"])
+    args, _, _ = _validate_launch_command(args)
+    environment = prepare_multi_gpu_env(args)
+    assert {name: environment[name].lower() for name in FSDP2} == {name: value.lower() for name, value in FSDP2.items()}
