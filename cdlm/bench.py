@@ -81,8 +81,7 @@ def _everything(recipe: Recipe, batches: list[int], redecides: bool) -> Recipe:
     """The recipe with every method that can be measured after its objective, each at its own values, thresholds at the recipe's alone."""
     e, objective = recipe.evaluate, recipe.train.objective
     methods = [*METHODS_OF[objective], *(BASELINES if objective in ("cdlm", "mdlm") else ())]
-    if redecides:
-        methods = [name for name in methods if name in stages.REDECIDING_METHODS]
+    methods = [name for name in methods if (name in stages.REDECIDING_METHODS if redecides else name != "transformers_generate")]
     if e.autoregressive is not None:
         methods.append(OTHER_MODEL)
     prompts = max(e.latency_prompts, *batches)

@@ -70,8 +70,8 @@ def test_score_marks_what_is_right_and_puts_the_weights_in_place(model, examples
 def test_time_all_interleaves_methods_prompt_by_prompt(monkeypatch, model, examples):
     asked, timing = [], [False]
 
-    def fake_decode(model, prompt, valid, config, callback=None):
-        assert prompt.shape[0] == 1 and bool(valid.all())
+    def fake_decode(model, prompt, valid, config, callback=None, seeds=None):
+        assert prompt.shape[0] == 1 and bool(valid.all()) and seeds is None, "greedy decoding draws nothing"
         assert (callback is not None) == timing[0], "the first block's end is noted where the clock runs"
         asked.append((timing[0], config.block_length, prompt[0].tolist()))
         return SimpleNamespace(output_tokens=[config.block_length])

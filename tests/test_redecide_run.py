@@ -51,8 +51,7 @@ def loaded(folder):
 
 def asked(tokenizer, *prompts):
     return [
-        data.Example(index=i, prompt=text, prompt_ids=data.prompt_ids(tokenizer, text, chat_template=True), answer="x", answer_ids=[5])
-        for i, text in enumerate(prompts)
+        data.Example(i, "copy", text, "x", data.prompt_ids(tokenizer, text, chat_template=True), [5]) for i, text in enumerate(prompts)
     ]
 
 
