@@ -283,7 +283,7 @@ class Run:
         prompts = tests = None
         if place is not None:
             tokenizer = self._checked_tokenizer(facts, place)
-            with tempfile.TemporaryDirectory() as folder:  # refused now, not when a trained student is saved
+            with tempfile.TemporaryDirectory() as folder, files.names_path(Path(folder)):  # refused now, not at the end
                 model.config.save_pretrained(folder)
                 families.save_tokenizer(tokenizer, Path(folder))
             if r.data.prompts is not None and r.trajectories is None and (everything or not data.is_hub(r.data.prompts)):

@@ -423,9 +423,9 @@ def full(world: World, out: Path, before: str, fault: dict[str, Any], named: str
 
 
 for _name, (_before, _fault, _named) in {
-    "a limit, in collect": ("", {"limit": 2_000}, "trajectories/"),
+    "a limit, before any work": ("", {"limit": 2_000}, "/"),
     "a limit, in a checkpoint": ("c", {"limit": 60_000}, "checkpoint-1"),
-    "a limit, in evaluate": ("ct", {"limit": 30_000}, "pareto.png"),
+    "a limit, in evaluate or export": ("ct", {"limit": 30_000}, "/run/"),
     "a limit, in export": ("cte", {"limit": 60_000}, "export"),
     "disk full at a manifest": ("", {"function": SYNC, "name": ".manifest.json.partial", "when": "before", "errno": 28}, "manifest.json"),
     "disk full at the student": ("c", {"function": "cdlm.files:seal", "number": 3, "when": "before", "errno": 28}, "student"),

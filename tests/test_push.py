@@ -389,6 +389,7 @@ def linked_weights(folder):
     (shutil.rmtree, "no folder at"),
 ])  # fmt: skip
 def test_what_is_no_model_folder_is_refused(exported, capsys, break_it, named):
+    (exported / "SHA256SUMS").unlink()  # as of a folder from elsewhere
     break_it(exported)
     assert cli.main(["push", str(exported), "--repo-id", "me/student"]) == 2
     assert named in capsys.readouterr().err
