@@ -78,8 +78,9 @@ def collecting(size: int, rows: int, folder: Path) -> float:
     screen = trajectories.Screen(drop=False)
     start = time.perf_counter()
     trajectories.collect(
-        model(), examples(rows), folder, config=DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, stop_at_eos=False), temperatures=[0.0], batch_size=size,
-        shard_size=rows, seed=0, screen=screen, right=lambda example, ids: True, request={"size": size}, say=lambda text: None,
+        model(), examples(rows), folder, temperatures=[0.0], batch_size=size,
+        config=DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, stop_at_eos=False), shard_size=rows, seed=0, screen=screen,
+        right=lambda example, ids: True, request={"size": size}, say=lambda text: None,
     )  # fmt: skip
     return rows / (time.perf_counter() - start)
 
