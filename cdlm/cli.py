@@ -250,6 +250,16 @@ def _checked(run, first: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _folder(out: Path) -> Iterator[None]:
+    """A folder that is this command's alone; one in which nothing was written goes again."""
+    out.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        held.callback(_leave_if_empty, out)
+        held.enter_context(_alone_in(out))
+        yield
+
+
 def _leave_if_empty(folder: Path) -> None:
     """A folder in which nothing was written goes again."""
     with contextlib.suppress(OSError):
@@ -287,10 +297,8 @@ def _stages(args: argparse.Namespace) -> int:
     if args.command == "ablate":
         from cdlm import ablate
 
-        with run.processes.main_first():
-            ablate.check(run)
-            out.mkdir(parents=True, exist_ok=True)
-        with _alone_in(out):
+        ablate.check(run)
+        with _folder(out):
             run.say(ablate.run(run))
         return 0
     wanted = stages.stages_of(recipe) if args.command == "distill" else [args.command]
@@ -498,8 +506,7 @@ def _bench(args: argparse.Namespace) -> int:
     bench.check(recipe, parts, args.batches, args.lengths, growing, redecides)
     _check_device(recipe.device)
     _quiet()
-    out.mkdir(parents=True, exist_ok=True)
-    with _alone_in(out):
+    with _folder(out):
         print(bench.run(recipe, out, parts, args.batches, args.lengths, growing, command=_typed(args), say=_say))
     return 0
 

@@ -182,7 +182,7 @@ class _Reader:
         self.screen = trajectories.Screen(correct_only=asked.correct_only)
 
     def tokens(self, text: str, chat_template: bool) -> list[int]:
-        if unknown := data.unknown_text(self.tokenizer, text):
+        if unknown := data.unknown_text(self.tokenizer, text, special_tokens=not chat_template):
             raise ValueError(f"the tokenizer does not know {unknown!r} in {text!r}")
         if chat_template:
             return data.prompt_ids(self.tokenizer, text, chat_template=True)

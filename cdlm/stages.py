@@ -623,7 +623,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         learning_rate=t.learning_rate, lr_scheduler_type=t.scheduler, lr_scheduler_kwargs=t.scheduler_kwargs or {},
         warmup_steps=round(t.warmup * steps) if t.warmup < 1 else int(t.warmup), max_steps=steps,
         per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
-        gradient_checkpointing=t.gradient_checkpointing, bf16=t.bf16,
+        activation_checkpointing=t.gradient_checkpointing, bf16=t.bf16,
         weight_decay=t.weight_decay, adam_beta2=t.adam_beta2, max_grad_norm=t.max_grad_norm,
         seed=r.seed, data_seed=r.seed, save_steps=t.save_steps, save_total_limit=1, logging_steps=t.logging_steps,
         use_cpu=r.device == "cpu", dataloader_pin_memory=False, disable_tqdm=True, dataloader_drop_last=True,

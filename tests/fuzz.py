@@ -177,7 +177,7 @@ def check_decoding(kind: int, prompts: list[list[int]], values: dict[str, Any]) 
         return False
     budget = config.max_new_tokens
     assert out.ids_BN.shape == (len(prompts), budget)
-    assert out.filled_BM.shape[1] == slots(model.facts.block_origin, budget, config.block_length)
+    assert out.filled_BM.shape[1] == slots(model.facts, budget, config.block_length)
     for row in range(len(prompts)):
         ids, count = out.ids_BN[row].tolist(), out.output_tokens[row]
         ends = [i for i, token in enumerate(ids[:count]) if token in model.facts.eos_token_ids]

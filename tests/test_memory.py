@@ -35,7 +35,7 @@ def test_what_is_loaded_may_be_the_most():
 
 def test_losses_do_not_grow_with_vocabulary_times_slots():
     held = [training(MODEL, "ddp", 1, forwards=1, teacher_head=0.0, slots=slots, vocab=256_000).parts["losses"] for slots in (512, 4096)]
-    assert held[0] == held[1] == 9 * 4 * 2**25
+    assert held[0] == held[1] == 9 * 4 * 2**23
 
 
 def trained(hf, only: str | None = None):
@@ -98,7 +98,7 @@ def test_a_plan_for_eight_cards(capsys):
 def test_the_same_by_dry_run(capsys):
     assert cli.main(["train", str(RECIPES / "tiny.yaml"), "--out", "nowhere", "--dry-run", "--gpus", "2", "--card", "H100"]) == 0
     text = capsys.readouterr().out
-    assert "2 H100" in text and "fsdp2" in text and "collect " not in text.split("memory ")[1]
+    assert "2 H100" in text and "fsdp2" in text and "collect " not in text.split("memory      of one device")[1]
 
 
 @pytest.mark.parametrize(
