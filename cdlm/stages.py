@@ -663,6 +663,8 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     own = run.decode_config()
 
     drafting = _drafting(run, teacher, student, teacher_weights) if r.train.objective == "tidar" else {}
+    if r.decode.proposals == "auto" and (warning := slow_proposals(r, teacher.hf.config)):
+        run.say(f"evaluate: decode.proposals is auto: {warning}")
 
     def methods(name: str) -> list[Method]:
         if name == "teacher":
