@@ -837,6 +837,8 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
     own = run.decode_config()
 
     drafting = _drafting(run, teacher, student, teacher_weights) if r.train.objective == "tidar" else {}
+    if r.decode.proposals == "auto" and (warning := slow_proposals(r, teacher.hf.config)):
+        run.say(f"evaluate: decode.proposals is auto: {warning}")
     if teacher.redecides:
         naive, own = run.sampler("teacher"), run.sampler("student")
         assert own.entropy_bound is not None

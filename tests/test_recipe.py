@@ -121,7 +121,7 @@ WRONG = {
         {"decode.block_length": 24},
         "decode.block_length 24 does not divide decode.max_new_tokens 64; lengths that do: 1, 2, 4, 8, 16, 32, 64",
     ),
-    "block length 0": ({"decode.block_length": 0}, "decode.block_length is 0; it must be between 1 and 2147483647"),
+    "block length 0": ({"decode.block_length": 0}, "decode.block_length is 0; it must be at least 1"),
     "no new tokens": ({"decode.max_new_tokens": 0}, "decode.max_new_tokens is 0; it must be at least 1"),
     "threshold": ({"decode.confidence_threshold": 1.5}, "decode.confidence_threshold is 1.5; it must be between 0 and 1"),
     "threshold nan": ({"decode.confidence_threshold": float("nan")}, "decode.confidence_threshold is nan; it must be between 0 and 1"),

@@ -209,7 +209,7 @@ def test_the_cards_code_does_what_was_measured(run):
     """Its own number of proposals, and a plain prompt where the recipe has no chat template."""
     card = (run[1] / "export" / "README.md").read_text()
     assert f"SpeculateConfig({mini.BUDGET}, draft_length={K}, proposals={K})" in card and "apply_chat_template" in card
-    given = {"base_model": None, "license": "mit", "tags": [], "datasets": [], "table": "", "lines": [], "has_decoder": False}
+    given = {"base_model": None, "license": "mit", "tags": [], "datasets": [], "table": "", "lines": [], "threshold": None}
     stated = {"max_new_tokens": 8, "block_length": 4, "confidence_threshold": 0.9, "proposals": "auto"}
     plain = hub.card("x", report=None, decode=stated, objective="tidar", chat_template=False, **given)
     assert 'inputs = tokenizer("...", return_tensors="pt")' in plain and "apply_chat_template" not in plain
