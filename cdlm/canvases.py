@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cdlm import data, trajectories, unmask
-from cdlm.decode import DecodeConfig, Step, decode
+from cdlm.decode import DecodeConfig, NotFinite, Step, decode
 from cdlm.families.base import DiffusionLM
 from cdlm.processes import ALONE, Processes
 
@@ -181,7 +181,11 @@ def _decode_batch(
     seeds = [data.sample_seed(seed, number) for number, _ in jobs]
     prompts, valid = data.pad_left([example.prompt_ids for _, example in jobs], model.facts.pad_token_id)
     recorder = Recorder(model, config, len(jobs), top_k)
-    out = decode(model, prompts.to(model.device), valid.to(model.device), config, callback=recorder, seeds=seeds)
+    try:
+        out = decode(model, prompts.to(model.device), valid.to(model.device), config, callback=recorder, seeds=seeds)
+    except NotFinite as error:
+        names = ", ".join(f"{jobs[row][0]} (question {jobs[row][1].index})" for row in error.rows)
+        raise FloatingPointError(f"collect: of trajectory {names}: {error}. The shards before are kept") from None
     rows: trajectories.Collected = []
     for row, (number, example) in enumerate(jobs):
         kept, tensors = recorder.values[row], recorder.tensors[row]

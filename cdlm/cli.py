@@ -320,7 +320,9 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
     if run.processes.main and "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
         shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
     for stage in wanted:
-        if stages.is_done(run, stage):
+        done = stages.is_done(run, stage)
+        run.processes.wait()  # before the first of them writes, so that all agree on what is done
+        if done:
             run.say(f"{stage}: done already")
             continue
         start = time.monotonic()

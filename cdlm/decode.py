@@ -595,7 +595,9 @@ class _Redecide:
         logits_ASV = logits_ASV.float() / unmask.temperature(step, steps, t_min, t_max).to(logits_ASV.device)
         probability_ASV = logits_ASV.softmax(dim=-1)
         if not math.isfinite(float(probability_ASV.sum())):
-            raise FloatingPointError(f"a logit is not finite in block {self.block}, step {step}: the model or its input is broken")
+            broken = (~probability_ASV.isfinite()).flatten(1).any(dim=1).tolist()
+            computed = self.rows if isinstance(place, slice) else [self.rows[i] for i in still]
+            raise NotFinite([row for row, bad in zip(computed, broken, strict=True) if bad], self.block, step)
         drawing = list(range(len(self.rows))) if self.together else still
         token_AS, noise_AS = self.ids_AS.clone(), self.ids_AS.clone()
         token_AS[drawing] = self.draws.choice(probability_ASV[drawing], [self.rows[i] for i in drawing])

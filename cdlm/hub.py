@@ -180,7 +180,7 @@ def card(
 {decode['block_length']} anew, and finished canvases are encoded causally. Trained {trained[objective]} by `cdlm`."""
         if adapter:
             what += f"\nThis is the LoRA adapter alone, which is not merged; it stands on {base_model or 'its base'}."
-        use = _usage_of_sampler(sampler, adapter)
+        use = _usage_of_sampler(sampler, adapter, chat_template)
     elif has_decoder:
         what = f"""A block diffusion language model: answers are filled block by block, {decode['block_length']} slots each, many slots a
 step, with an exact block key-value cache. Trained {trained[objective]} by `cdlm`."""
@@ -286,7 +286,7 @@ Arguments besides transformers' own: `max_new_tokens` ({budget}), `block_length`
 `confidence_threshold` ({threshold}). {said}Decoding is greedy."""
 
 
-def _usage_of_sampler(sampler: dict[str, Any], adapter: bool) -> str:
+def _usage_of_sampler(sampler: dict[str, Any], adapter: bool, chat_template: bool) -> str:
     """The card's code for a model whose class in transformers has a diffusion decoding of its own."""
     steps, bound = sampler["max_denoising_steps"], sampler["entropy_bound"]
     if adapter:
@@ -299,8 +299,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 folder = "{PLACE}"
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 model = AutoModelForImageTextToText.from_pretrained(folder)
-text = tokenizer.apply_chat_template([{{"role": "user", "content": "..."}}], tokenize=False, add_generation_prompt=True)
-inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+{_prompt(chat_template)}
 out = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
 print(tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```

@@ -181,7 +181,14 @@ class _Reader:
         self.tokenizer, self.budget, self.checked = tokenizer, asked.max_new_tokens, False
         self.screen = trajectories.Screen(correct_only=asked.correct_only)
 
+    def reference(self, text: str) -> list[int]:
+        """Tokens of a reference answer; the text of a special token is text in it."""
+        if unknown := data.unknown_text(self.tokenizer, text):
+            raise ValueError(f"the tokenizer does not know {unknown!r} in {text!r}")
+        return data.text_ids(self.tokenizer, text)
+
     def tokens(self, text: str, chat_template: bool) -> list[int]:
+        """Tokens of a prompt: of a question, wrapped; or of one that its publisher wrapped, in which special tokens are tokens."""
         if unknown := data.unknown_text(self.tokenizer, text, special_tokens=not chat_template):
             raise ValueError(f"the tokenizer does not know {unknown!r} in {text!r}")
         if chat_template:
@@ -228,7 +235,7 @@ class _Reader:
         reference = answer
         if self.asked.answer_key is not None:
             text = row.get(self.asked.answer_key)
-            reference = self.tokens(text, False) if isinstance(text, str) else []
+            reference = self.reference(text) if isinstance(text, str) else []
             if not 0 < len(reference) < self.budget:
                 return "no_reference"
         return {

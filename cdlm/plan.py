@@ -282,9 +282,11 @@ class Plan:
         student = model.trained if t.lora is not None else model.weights
         if stage == "collect":
             assert r.collect is not None
+            if self.redecides:
+                return float(self._canvas_bytes())
             count = self.prompts.count * len(r.collect.temperatures)
             row = 4 * (self.prompts.prompt_tokens + 2 * r.decode.max_new_tokens + self.slots) + 6 * self.slots
-            return hidden_bytes(count, self.slots, self.config.hidden_size) + count * row
+            return hidden_bytes(count, self.slots, self.sizes.hidden_size) + count * row
         if stage == "train":
             return 2 * (student + 2 * model.trained) + student
         if stage == "export":
@@ -334,13 +336,25 @@ class Plan:
         mode, block = self.teacher
         return words, [Work(filled * rows / c.batch_size, c.batch_size, mode, block=block)], prompts.prompt_tokens
 
+    def _canvases(self) -> float:
+        """Canvases of a trajectory, on average."""
+        c = self.run.recipe.collect
+        assert c is not None
+        return (min(self.prompts.slots, self.slots) if c.stop_at_eos else self.slots) / self.run.recipe.decode.block_length
+
+    def _canvas_bytes(self) -> int:
+        """Bytes of the trajectories of canvases, if each takes all its steps."""
+        r, c = self.run.recipe, self.run.recipe.collect
+        assert c is not None
+        steps, kept = self.run.sampler("teacher").max_denoising_steps or 0, min(c.top_k, self.sizes.vocab_size)
+        return int(self.prompts.count * self._canvases() * steps * step_bytes(r.decode.block_length, kept))
+
     def _collect_canvases(self, run: Run) -> tuple[str, list[Work], float]:
         """Where a teacher decides every slot at every step: each takes all its steps, which is the most."""
         r, c, prompts = run.recipe, run.recipe.collect, self.prompts
         assert c is not None
         steps, block, kept = run.sampler("teacher").max_denoising_steps or 0, r.decode.block_length, min(c.top_k, self.sizes.vocab_size)
-        canvases = min(prompts.slots, self.slots) / block if c.stop_at_eos else self.slots / block
-        size = int(prompts.count * canvases * steps * step_bytes(block, kept))
+        canvases, size = self._canvases(), self._canvas_bytes()
         words = (
             f"{prompts.count} trajectories of about {canvases:.1f} canvases, at most {steps} steps each, {kept} logits a slot: at most "
             f"{size / 2**30:.3f} GiB ({size:,} bytes)"

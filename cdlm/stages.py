@@ -539,6 +539,9 @@ def _collect_canvases(run: Run, model: DiffusionLM, tokenizer: Any, examples: li
         f"collect: {len(examples)} trajectories of up to {config.blocks} canvases and {config.max_denoising_steps} steps a canvas, "
         f"{min(c.top_k, model.vocab)} logits a slot, {size:,} bytes a step ({most / 2**20:.1f} MiB at most), into {run.trajectories}"
     )
+    free = shutil.disk_usage(run.out).free
+    if most > free:
+        raise ValueError(f"collect needs up to {most / 2**30:.1f} GiB for logits; {run.out} has {free / 2**30:.1f} GiB free")
     manifest = canvases.collect(
         model, examples, run.trajectories, right=lambda example, ids: example.is_right(tokenizer.decode(ids)), config=config, top_k=c.top_k,
         batch_size=c.batch_size, shard_size=c.shard_size, seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)),
@@ -1124,6 +1127,8 @@ def _export(run: Run) -> None:
     if adapter is not None and student.unmergeable is not None:
         run.say(f"export: the folder is the adapter alone, not merged: {student.unmergeable}")
         hub.put(adapter, run.exported)
+        run._sound.add("export")
+        run.say(f"export: {run.exported}")
         return
     hub.save(
         student, tokenizer, run.exported, facts=facts, max_new_tokens=budget,

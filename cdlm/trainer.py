@@ -244,6 +244,10 @@ class CanvasStates(_Drawing):
     def __len__(self) -> int:
         return len(self.trajectories)
 
+    def name(self, index: int) -> str:
+        """A row's sample, as an error names it."""
+        return f"trajectory {index}"
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, draw, size = self.trajectories[index], self.generator(index), self.canvas_length
 
@@ -258,14 +262,13 @@ class CanvasStates(_Drawing):
         start, whole, between, told = below(steps), chance() < self.finish, chance(), chance() < self.self_conditioning
         later = steps if whole or start + 1 == steps else start + 1 + int(between * (steps - 1 - start))
         y, y_star, led = row.state(canvas, start), row.state(canvas, later), row.first(canvas) + later - 1
-        assert y_star.seen_SK is not None and y_star.seen_ids_SK is not None  # it is later than the first
         assert y_star.seen_SK is not None and y_star.seen_ids_SK is not None  # a step led to it
         nothing = torch.zeros_like(y_star.seen_SK), torch.zeros_like(y_star.seen_ids_SK)
         seen, seen_ids = (y.seen_SK, y.seen_ids_SK) if start else nothing
         answer_tokens = min(len(row.answer_ids) + 1, self.max_new_tokens)  # the end token too, unless the answer was cut
         at = below(-(-answer_tokens // size)) * size
         return {
-            "prompt_ids": [*row.prompt_ids, *row.tokens[: canvas * size].tolist()],
+            "index": index, "prompt_ids": [*row.prompt_ids, *row.tokens[: canvas * size].tolist()],
             "y": y.canvas_S, "open": y.open_S, "seen": seen, "seen_ids": seen_ids, "told": torch.tensor(told and start > 0),
             "y_star": y_star.canvas_S, "open_star": y_star.open_S, "seen_star": y_star.seen_SK, "seen_star_ids": y_star.seen_ids_SK,
             "target": row.logits[led], "target_ids": row.ids[led].long(), "target_total": row.total[led],
@@ -444,6 +447,11 @@ class CDLMTrainer(Trainer):
         for name, variable in asked.items():
             if os.environ.get(variable, "false").lower() == "true" and self.engine != name.lower():
                 raise ValueError(f"accelerate was asked for {name}, which it does not run on this device ({args.device}); take DDP")
+        if self.engine != "plain" and model.redecides:
+            raise ValueError(
+                f"{self.engine} shards layers; this model's encoder and decoder share theirs, and a batch decides how many forwards there "
+                "are: take DDP"
+            )
         self.diffusion, self.teacher_head, self.lengths = model, teacher_head, lengths
         self._calls = False  # whether the model's forward is `_call`
         self._sums: dict[str, Tensor] = {}
@@ -457,6 +465,10 @@ class CDLMTrainer(Trainer):
         sampler = LengthGrouped(self.lengths, self.args.train_batch_size, self.args.seed)
         self._epoch.listeners += (sampler,)
         return sampler
+
+    def _prepare_input(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
+        """To the device and no more: the Trainer would also round noise to the dtype of an engine."""
+        return {name: value.to(self.args.device) for name, value in data.items()}
 
     @property
     def engine(self) -> str:
@@ -542,9 +554,11 @@ class CDLMTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """From safetensors alone: the Trainer would also read weights from a pickle."""
         place = Path(resume_from_checkpoint)
-        if pickles := sorted([*place.glob("*model*.bin"), *place.glob("*model*.bin.index.json")]):
+        own = place.glob("pytorch_model_fsdp*.bin") if self.engine == "fsdp" else ()  # accelerate reads that with weights_only
+        if pickles := sorted({*place.glob("*model*.bin"), *place.glob("*model*.bin.index.json")} - {*own}):
             raise ValueError(f"{pickles[0]} is a pickle, which can run code; weights are read from safetensors alone: remove it")
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with _plain_state(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         with _plain_state(checkpoint):
@@ -787,7 +801,7 @@ def canvas_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, T
                 later_BSD = model.answer_hidden(prompt, valid, batch["y_star"], size, seen_star)
             open_both_BS = batch["open"] & batch["open_star"]
             out["consistency"] = losses.consistency_from_hidden(
-                row_BSD, model.head, later_BSD, model.head, open_both_BS, model.vocab
+                row_BSD, model.head, later_BSD, _without_dropout(model.head), open_both_BS, model.vocab
             )
     if args.dlm_weight:
         noisy_BS = _canvas_noise(trainer, batch, batch["answer"])

@@ -7,7 +7,8 @@ from cdlm import files
 from cdlm.evaluate import report
 
 LAST = {  # the file that says that an artifact is finished -> the file with its checksums
-    "manifest.json": files.SUMS, "request.json": files.SUMS, "config.json": files.SUMS, "report.json": report.SUMS,
+    "manifest.json": files.SUMS, "request.json": files.SUMS, "config.json": files.SUMS, "adapter_config.json": files.SUMS,
+    "report.json": report.SUMS,
 }
 PLACES = ("", "trajectories", "student", "export", "bench")  # of a run
 

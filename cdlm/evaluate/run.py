@@ -358,7 +358,7 @@ def latencies(measured: list[Measured], seed: int = 0) -> list[dict[str, Any]]:
                 "ratio": _plain(faster, len(own)), "first_block_s": statistics.median(timed.first_block for timed in times),
                 "per_token_s": statistics.median(later) if later else None, "per_token_n": len(later),
                 "tps": ratio(sum(timed.output_tokens for timed in times), sum(timed.seconds for timed in times)),
-                "peak_memory_bytes": max(timed.peak for timed in times),
+                "peak_memory_bytes": max(timed.peak for timed in times), **_titled(m.method),
             })  # fmt: skip
     return out
 
