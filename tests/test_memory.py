@@ -95,6 +95,13 @@ def test_a_plan_for_eight_cards(capsys):
     assert re.search(r"^collect .* 31\.\d GB$", text, re.MULTILINE)  # 15,000 x 256 x 4096 x 2 = 31.5 GB of hidden rows
 
 
+def test_a_plan_of_canvases(capsys):
+    """7,500 canvases of at most 48 steps, each 256 slots of 64 values of 2 bytes, 64 ids of 4 and a total of 4: 35.8 GB."""
+    text = plan(capsys, "diffusiongemma-26b-a4b", "--gpus", "8", "--card", "H200")
+    assert 7500 * 48 * 256 * (64 * 6 + 4) == 35_758_080_000
+    assert re.search(r"^collect .* 35\.8 GB$", text, re.MULTILINE)
+
+
 def test_the_same_by_dry_run(capsys):
     assert cli.main(["train", str(RECIPES / "tiny.yaml"), "--out", "nowhere", "--dry-run", "--gpus", "2", "--card", "H100"]) == 0
     text = capsys.readouterr().out
