@@ -307,7 +307,7 @@ def import_folder(
             "mask_token_id": facts.mask_id, "screen": asdict(reader.screen),
             "decode": {"max_new_tokens": reader.budget, "block_length": asked.block_length},
         }
-        trajectories.write_json(partial / "collection.json", json.loads(json.dumps(request)))
+        files.write_json(partial / "collection.json", json.loads(json.dumps(request)))
         manifest = trajectories.write_manifest(partial, names, request, reader.screen, hidden=False)
         if manifest["kept"] == 0:
             raise ValueError(f"none of {manifest['trajectories']} rows of {source} can be trained on; screened: {manifest['screened']}")

@@ -15,7 +15,6 @@ import torch
 from cdlm import ablate, data, families, memory, roofline
 from cdlm.canvases import step_bytes
 from cdlm.decode import slots
-from cdlm.families.base import DiffusionLM
 from cdlm.recipe import Recipe
 from cdlm.stages import OF_A_MODEL, STAGES, Run, deal_rows, is_done, proposals_of, slow_proposals, stages_of
 from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
@@ -76,7 +75,7 @@ class Plan:
         self.parameters = sum(p.numel() for p in self.inputs.model.parameters())
         self.config = self.inputs.model.config
         self.sizes = self.config.get_text_config()
-        self.redecides = families.CLASSES.get(self.config.model_type, DiffusionLM).redecides
+        self.redecides = families.class_of(self.config.model_type).redecides
         self.stored = read_manifest(run.trajectories)["kept"] if r.trajectories else None  # trajectories that a recipe names
         self.prompts = _questions(r, self.inputs.prompts, r.collect.num_prompts if r.collect else self.stored or r.train.num_examples)
         self.tests = _questions(r, self.inputs.tests, r.evaluate.num_prompts)
@@ -232,7 +231,7 @@ class Plan:
             with torch.device("meta"):
                 put_lora(
                     hf, rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout,
-                    left_alone=families.CLASSES.get(self.config.model_type, DiffusionLM).left_alone,
+                    left_alone=families.class_of(self.config.model_type).left_alone,
                 )
         shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source))
         noisy = r.decode.max_new_tokens if t.objective in ("bd3lm", "tidar") else 0

@@ -206,7 +206,7 @@ class Run:
     def data_hash(self, which: str) -> str:
         """What was read: sha256 of a file, or the commit and split of a data set of the Hub."""
         source = self.source(which)
-        return _file_hash(source) if isinstance(source, Path) else str(replace(source, revision=self.hub(which)[1].commit))
+        return files.sha256(source) if isinstance(source, Path) else str(replace(source, revision=self.hub(which)[1].commit))
 
     def here(self) -> Path | None:
         """The folder on this machine that holds the model: its own, or the Hub's cache; None when it is still to be fetched, or made by
@@ -238,7 +238,7 @@ class Run:
 
     def redecides(self) -> bool:
         """Whether the recipe's model decides every slot at every step; from its config.json."""
-        return families.CLASSES.get(str(self._model_config(self.here())[0].get("model_type")), DiffusionLM).redecides
+        return families.class_of(self._model_config(self.here())[0].get("model_type")).redecides
 
     def check_inputs(self, *, everything: bool = True) -> "Inputs":
         """Read all questions and match LoRA targets before any stage starts, so that a bad one costs no work.
@@ -295,12 +295,12 @@ class Run:
 
     def _check_objective(self, config: Any) -> None:
         """A ValueError for an objective that a model of this config can't be trained with, or a block that is not its canvas."""
-        r, allowed = self.recipe, families.CLASSES.get(config.model_type, DiffusionLM).objectives
+        r, kind = self.recipe, families.class_of(config.model_type)
+        allowed, redecides = kind.objectives, kind.redecides
         if r.train.objective not in allowed:
             raise ValueError(
                 f"train.objective is {r.train.objective!r}; a model of type {config.model_type} is trained with {', '.join(allowed)}"
             )
-        redecides = families.CLASSES.get(config.model_type, DiffusionLM).redecides
         for name in r.evaluate.methods or []:
             if redecides and name not in (*REDECIDING_METHODS, OTHER_MODEL):
                 raise ValueError(
@@ -400,14 +400,8 @@ class Run:
         r = self.recipe
         if r.scratch is not None:
             config, tokenizer = r.path(r.scratch.config), r.path(r.scratch.tokenizer)
-            return f"scratch {_file_hash(config)} {trajectories.folder_hash(tokenizer)}"
+            return f"scratch {files.sha256(config)} {trajectories.folder_hash(tokenizer)}"
         return trajectories.folder_hash(r.model_path())
-
-
-def _file_hash(path: Path) -> str:
-    import hashlib
-
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def request_of(run: Run, stage: str) -> dict[str, Any]:
@@ -511,7 +505,7 @@ def collect(run: Run) -> None:
         return
     count = len(examples) * len(c.temperatures)
     width = slots(model.facts, r.decode.max_new_tokens, r.decode.block_length)
-    size = trajectories.hidden_bytes(count, width, model.hf.config.hidden_size)
+    size = trajectories.hidden_bytes(count, width, model.hidden_size)
     there = sum(file.stat().st_size for file in run.trajectories.glob("shard-*.safetensors"))
     run.say(f"collect: {count} trajectories, {size / 2**20:.1f} MiB of hidden rows, into {run.trajectories}")
     free = shutil.disk_usage(run.out).free

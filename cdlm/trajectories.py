@@ -46,7 +46,6 @@ from cdlm import data, files
 from cdlm.decode import DecodeConfig, NotFinite, Step, decode, slots
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import read_json
-from cdlm.files import write_json
 from cdlm.processes import ALONE, Processes
 
 FORMAT_VERSION = 1
@@ -199,7 +198,7 @@ def claim(folder: Path, note: Path, request: dict[str, Any]) -> None:
     if note.is_file():
         compare(note, request, folder)
     else:
-        write_json(note, request)
+        files.write_json(note, request)
 
 
 def teacher_decoding(facts: Facts, max_new_tokens: int, block_length: int, *, stop_at_eos: bool) -> DecodeConfig:
@@ -304,7 +303,7 @@ def _decode_batch(
         part = [(number, example) for number, (example, t) in jobs if t == temperature]
         seeds = [data.sample_seed(seed, number) for number, _ in part]
         prompts, valid = data.pad_left([example.prompt_ids for _, example in part], model.facts.pad_token_id)
-        recorder = Recorder(len(part), width, model.hf.config.hidden_size)
+        recorder = Recorder(len(part), width, model.hidden_size)
         try:
             out = decode(
                 model, prompts.to(model.device), valid.to(model.device),
@@ -402,7 +401,7 @@ def write_manifest(
         stated[f"{name}.sha256"] = folder / f"{name}.sha256"
     stated["manifest.json"] = files.json_text(manifest).encode()
     files.write_sums(folder / files.SUMS, stated)
-    write_json(folder / "manifest.json", manifest)
+    files.write_json(folder / "manifest.json", manifest)
     return manifest
 
 

@@ -74,6 +74,17 @@ def trainer(tmp_path, model, dataset, **values) -> CDLMTrainer:
     return CDLMTrainer(model, args, dataset, Collator(model, BUDGET, CANVAS))
 
 
+def test_an_engine_that_shards_layers_is_refused(tmp_path, monkeypatch):
+    """Encoder and decoder share layers, each of which would be a unit of its own."""
+    model = dgemma.random_model()
+    collect(tmp_path / "c", model)
+    dataset = CanvasStates(canvases.load(tmp_path / "c"), model, BUDGET, CANVAS, 0)
+    assert dataset[3]["index"] == 3 and dataset.name(3) == "trajectory 3"  # what an error of a loss names
+    monkeypatch.setattr(CDLMTrainer, "engine", "fsdp")
+    with pytest.raises(ValueError, match=r"fsdp shards layers; .* take DDP"):
+        trainer(tmp_path, model, dataset)
+
+
 # ---- stored and replayed -------------------------------------------------------------------------------------------------
 
 

@@ -183,5 +183,5 @@ def test_a_logit_that_is_no_number_is_named():
     with torch.no_grad():
         broken.hf.model.decoder.layers[1].layer_scalar.fill_(torch.nan)
     prompt, valid = random_prompts([4], vocab=VOCAB)
-    with pytest.raises(FloatingPointError, match="a logit is not finite in block 0, step 0"):
+    with pytest.raises(FloatingPointError, match="a logit is not finite in block 0, step 0 of row 0:"):
         decode(broken, prompt, valid, CONFIG, seeds=[0])

@@ -17,7 +17,7 @@ from cdlm import attention as attending
 from cdlm.families import adapter, causal, diffusion_gemma, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, nemotron, sdar, zaya
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import listed, read_json, refuse_foreign_kernels, stock_tokenizer
-from cdlm.families.wrap import CLASSES, wrap
+from cdlm.families.wrap import class_of, wrap
 
 FAMILIES: dict[str, ModuleType] = {
     module.NAME: module
@@ -233,7 +233,7 @@ def set_attention(hf: Any, backend: str, device: str) -> None:
     """Give a transformers model one of this package's attention backends."""
     if backend not in ATTENTION:
         raise ValueError(f"attention is {backend!r}; allowed: {', '.join(ATTENTION)}")
-    own = CLASSES.get(hf.config.model_type, DiffusionLM).own_attention
+    own = class_of(hf.config.model_type).own_attention
     if own is not None:
         if backend not in ("auto", own):
             kind = hf.config.model_type

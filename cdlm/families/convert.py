@@ -102,7 +102,7 @@ def load_stock(folder: Path, dtype: torch.dtype) -> Any:
     """A folder under a stock architecture as its own class; what is missing, too much, of another shape or not finite is refused with its
     name, where transformers would start it at random or say so in a warning."""
     from cdlm.families.decoder import read_json
-    from cdlm.families.wrap import CLASSES
+    from cdlm.families.wrap import class_of
 
     files, model_type = checkpoint.Files(folder), read_json(folder / "config.json").get("model_type")
     try:
@@ -122,7 +122,7 @@ def load_stock(folder: Path, dtype: torch.dtype) -> Any:
     for key, tensor in model.named_parameters():
         if tensor.numel() and not bool(torch.stack(tensor.detach().aminmax()).isfinite().all()):
             raise ValueError(f"{files.file(key) if key in files else folder}: {key} holds NaN or infinity")
-    if CLASSES.get(str(model_type), DiffusionLM).head is DiffusionLM.head:
+    if class_of(model_type).head is DiffusionLM.head:
         _refuse_scaled_logits(model, folder)
     return model
 

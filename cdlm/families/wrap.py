@@ -10,6 +10,11 @@ CLASSES: dict[str, type[DiffusionLM]] = {
 }  # fmt: skip
 
 
+def class_of(model_type: Any) -> type[DiffusionLM]:
+    """The class of an architecture; one whose masks say all gets the common one."""
+    return CLASSES.get(str(model_type), DiffusionLM)
+
+
 def wrap(hf: Any, facts: Facts, family: str) -> DiffusionLM:
     """A transformers model as a diffusion LM; an architecture that is not local in positions gets a class of its own."""
-    return CLASSES.get(hf.config.model_type, DiffusionLM)(hf, facts, family)
+    return class_of(hf.config.model_type)(hf, facts, family)
