@@ -85,7 +85,7 @@ def test_the_report_holds_the_seconds_of_the_questions_that_were_timed(done, fou
 def test_report_md_has_the_new_tables(done, found):
     text = (done / "report.md").read_text()
     rows = [row for row in found["parallelism"] if row["task"] == "all"]
-    assert report.markdown_table(report.aup_table(rows), report.AUP_COLUMNS) in text
+    assert report.markdown_table(report.aup_table(rows, report.TITLES), report.AUP_COLUMNS) in text
     assert report.markdown_table(report.latency_table(found["latency"]["rows"]), report.LATENCY_COLUMNS) in text
 
 

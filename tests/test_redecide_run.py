@@ -244,7 +244,9 @@ def test_a_run_from_teacher_to_export(tmp_path, capsys):
         assert row["forwards"] == pytest.approx(row["steps"] + row["commit_forwards"]) and row["steps"] <= 4 * row["commit_forwards"]
     assert rows["teacher_truncated", 1.0]["steps"] == rows["teacher_truncated", 1.0]["commit_forwards"]
     assert mean["steps"] <= 2 * mean["commit_forwards"] and rows["teacher", None]["title"] == "teacher, its own sampler"
-    assert "teacher, its own sampler" in (tmp_path / "out" / "report.md").read_text()
+    for name in ("report.md", "report.html"):  # in every table, as the base of the latencies and above each sample
+        text = (tmp_path / "out" / name).read_text()
+        assert "teacher, its own sampler" in text and "1 token a step" not in text, name
     stated = json.loads((tmp_path / "out" / "export" / "generation_config.json").read_text())
     assert stated["max_denoising_steps"] == 2 and stated["sampler_config"]["entropy_bound"] == 1.0
     card = (tmp_path / "out" / "export" / "README.md").read_text()

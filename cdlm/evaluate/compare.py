@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cdlm.evaluate.clock import Interval, bootstrap, speedup
-from cdlm.evaluate.report import TITLES, own_rows
+from cdlm.evaluate.report import own_rows, titles
 from cdlm.evaluate.run import label, mean, ratio
 
 COLUMNS = (
@@ -117,7 +117,7 @@ def compare(a: Side, b: Side) -> list[dict[str, Any]]:
         raise ValueError(f"no method in common: {a.folder} has {', '.join(a.methods)}; {b.folder} has {', '.join(b.methods)}")
     out = []
     for method in shared:
-        entry: dict[str, Any] = {"method": method}
+        entry: dict[str, Any] = {"method": method, "title": titles(a.report["results"])[method]}
         names = [label(method, side.own(method)) for side in (a, b)]
         rows = [side.samples[name] for side, name in zip((a, b), names, strict=True)]
         spent = [side.seconds(name) for side, name in zip((a, b), names, strict=True)]
@@ -139,7 +139,7 @@ def table(entries: list[dict[str, Any]]) -> list[list[str]]:
     for entry in entries:
         one, other, points, speed = entry["a"], entry["b"], entry["points"], entry["faster"]
         out.append([
-            TITLES.get(entry["method"], entry["method"]),
+            entry["title"],
             *("" if side["parameter"] is None else f"{side['parameter']:g}" for side in (one, other)),
             f"{one['accuracy']:.1%}", f"{other['accuracy']:.1%}", f"{points.value:+.1f}", f"{points.low:+.1f} to {points.high:+.1f}",
             f"{one['steps']:.2f}", f"{other['steps']:.2f}", *("" if side["tpf"] is None else f"{side['tpf']:.2f}" for side in (one, other)),

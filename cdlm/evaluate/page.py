@@ -47,7 +47,7 @@ def html(report: dict[str, Any], title: str, log: list[dict[str, Any]]) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>", _introduction(report), _tiles(report["summary"]), _summary(report["summary"]), _pareto(report),
         _latency(report), _drafts(report), _parallelism(report), _growth(report), _results(report), _losses(log),
-        _decodings(report.get("decodings", [])), _origin(report),
+        _decodings(report), _origin(report),
     ]
     head = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -59,7 +59,7 @@ def html(report: dict[str, Any], title: str, log: list[dict[str, Any]]) -> str:
 def _introduction(report: dict[str, Any]) -> str:
     questions = max((row["n"] for row in report["results"] if row["task"] == "all"), default=0)
     return (
-        f'<p class="soft">Answers of a masked diffusion language model to {questions} test questions, decoded in several ways by one '
+        f'<p class="soft">Answers of a diffusion language model to {questions} test questions, decoded in several ways by one '
         "decoder in one process. A step is one pass of the network that refines a block of tokens: fewer steps are faster. What matters is "
         "how few steps a way of decoding needs, and how many answers are still right.</p>"
     )
@@ -92,14 +92,10 @@ def _number(method: str) -> int:
     return names.index(method) if method in names else len(names) - 1
 
 
-def _title(method: str) -> str:
-    return tables.TITLES.get(method, method)
-
-
 def _pareto(report: dict[str, Any]) -> str:
     tasks = ["all", *sorted({row["task"] for row in report["results"]} - {"all"})]
     methods = list(dict.fromkeys(row["method"] for row in report["results"]))
-    titles = {row["method"]: tables.title(row) for row in report["results"]}
+    titles = tables.titles(report["results"])
     legend = "".join(f"<span>{svg.swatch(_number(m))}{escape(titles[m])}</span>" for m in methods)
     figures = []
     for task in tasks:
@@ -150,7 +146,7 @@ def _latency(report: dict[str, Any]) -> str:
             text = f"{row['median_s']:.4f} s{times}"
             bars.append(svg.Bar(tables.title(row), _number(row["method"]), row["p10_s"], row["median_s"], row["p90_s"], text))
         out.append(f"<h3>batch {size}</h3>{svg.bars(bars, x='seconds a call: median, and p10 to p90')}")
-    base = escape(_title(rows[0]["base"]))
+    base = escape(tables.titles(report["results"])[rows[0]["base"]])
     out.append(
         f'<p class="soft">Behind each bar: the median, and how many times faster than the base ({base}) with its 95 % interval. '
         f"{escape(tables.PROTOCOL)} Memory: {escape(timed['memory'])}.</p>"
@@ -163,8 +159,8 @@ def _parallelism(report: dict[str, Any]) -> str:
     rows = [row for row in report.get("parallelism", []) if row["task"] == "all"]
     if not rows:
         return ""
-    line = escape(tables.aup_line(rows))
-    return f'<h2>Accuracy under parallelism</h2><p class="soft">{line}</p>{_table(tables.AUP_COLUMNS, tables.aup_table(rows))}'
+    line, table = escape(tables.aup_line(rows)), tables.aup_table(rows, tables.titles(report["results"]))
+    return f'<h2>Accuracy under parallelism</h2><p class="soft">{line}</p>{_table(tables.AUP_COLUMNS, table)}'
 
 
 def _growth(report: dict[str, Any]) -> str:
@@ -182,10 +178,10 @@ def _drafts(report: dict[str, Any]) -> str:
     found = report.get("speculation")
     if not found:
         return ""
-    lines = "".join(f"<li>{escape(line)}</li>" for line in speculation.lines(found))
-    stood = "".join(f"<li>{escape(line)}</li>" for line in speculation.histogram_lines(found, tables.TITLES))
+    lines, titles = "".join(f"<li>{escape(line)}</li>" for line in speculation.lines(found)), tables.titles(report["results"])
+    stood = "".join(f"<li>{escape(line)}</li>" for line in speculation.histogram_lines(found, titles))
     return (
-        f"<h2>Draft and verify</h2><ul>{lines}</ul>{_table(speculation.COLUMNS, speculation.table(found, tables.TITLES))}"
+        f"<h2>Draft and verify</h2><ul>{lines}</ul>{_table(speculation.COLUMNS, speculation.table(found, titles))}"
         '<p class="soft">Query tokens leave out the prompt\'s forward; of an assistant\'s forwards only the time is counted.</p>'
         f"<details><summary>how many drafts stood in a step, and what query tokens cost on a card</summary><ul>{stood}</ul>"
         f"{_table(speculation.CARD_COLUMNS, speculation.card_table(found))}</details>"
@@ -230,7 +226,8 @@ def _losses(log: list[dict[str, Any]]) -> str:
     return f'<h2>Training losses</h2><div class="plots">{"".join(figures)}</div>' if figures else ""
 
 
-def _decodings(decodings: list[dict[str, Any]]) -> str:
+def _decodings(report: dict[str, Any]) -> str:
+    decodings, titles = report.get("decodings", []), tables.titles(report["results"])
     if not decodings:
         return ""
     out = [
@@ -243,7 +240,7 @@ def _decodings(decodings: list[dict[str, Any]]) -> str:
         if not place or decodings[place - 1]["prompt"] != one["prompt"]:
             out.append(f"<h3>{escape(one['task'])}: <code>{escape(one['prompt'])}</code></h3>")
         out.append(
-            f'<div class="soft">{escape(_title(one["method"]))}{_at(one["parameter"])}: {steps}, {escape(right)}</div>'
+            f'<div class="soft">{escape(titles[one["method"]])}{_at(one["parameter"])}: {steps}, {escape(right)}</div>'
         )
         spans = []
         for text, step in zip(one["tokens"], one["revealed_at"], strict=True):

@@ -184,6 +184,11 @@ def title(row: dict[str, Any]) -> str:
     return row.get("title") or TITLES.get(row["method"], row["method"])
 
 
+def titles(results: list[dict[str, Any]]) -> dict[str, str]:
+    """What every method is called in the report of these results: TITLES, and a row's own title before it."""
+    return {**TITLES, **{row["method"]: title(row) for row in results}}
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     latency = row["latency_s"] or {"median": None, "p90": None}
     return [
@@ -212,12 +217,12 @@ def latency_table(rows: list[dict[str, Any]]) -> list[list[str]]:
     return out
 
 
-def aup_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows of text under AUP_COLUMNS, the largest AUP first."""
+def aup_table(rows: list[dict[str, Any]], named: dict[str, str]) -> list[list[str]]:
+    """Rows of text under AUP_COLUMNS, the largest AUP first. named: see `titles`."""
     out = []
     for row in sorted(rows, key=lambda row: -row["aup"]):
         equal = f"{row['tokens_per_forward']:.2f}" if row["tokens_per_forward"] is not None else "not reached"
-        out.append([TITLES.get(row["method"], row["method"]), str(row["points"]), f"{row['own_best']:.1f}%", f"{row['aup']:.1f}", equal])
+        out.append([named[row["method"]], str(row["points"]), f"{row['own_best']:.1f}%", f"{row['aup']:.1f}", equal])
     return out
 
 
@@ -316,7 +321,7 @@ def beside(folder: Path) -> dict[str, Path]:
 def markdown(report: dict[str, Any], title: str) -> str:
     """report.md. A report from before AUP or latency rows were written has none of these tables."""
     tasks = sorted({row["task"] for row in report["results"]} - {"all"})
-    drafted = report.get("speculation")
+    drafted, named = report.get("speculation"), titles(report["results"])
     told = summary_lines(report["summary"]) + (speculation.lines(drafted) if drafted else [])
     parts = [f"# {terminal.markdown(title)}", "", *(f"- {line}" for line in told), ""]
     parts += [
@@ -329,14 +334,13 @@ def markdown(report: dict[str, Any], title: str) -> str:
         parts += [f"## {terminal.markdown(task)}", "", markdown_table(table([r for r in report["results"] if r["task"] == task])), ""]
     parallel = [row for row in report.get("parallelism", []) if row["task"] == "all"]
     if parallel:
-        parts += ["## accuracy under parallelism", "", aup_line(parallel), "", markdown_table(aup_table(parallel), AUP_COLUMNS), ""]
+        parts += ["## accuracy under parallelism", "", aup_line(parallel), "", markdown_table(aup_table(parallel, named), AUP_COLUMNS), ""]
     timed = report.get("latency", {"rows": []})
     if timed["rows"]:
-        base = TITLES.get(timed["rows"][0]["base"], timed["rows"][0]["base"])
-        parts += ["## latency", "", f"{PROTOCOL} Base: {base}. Memory: {timed['memory']}.", ""]
+        parts += ["## latency", "", f"{PROTOCOL} Base: {named[timed['rows'][0]['base']]}. Memory: {timed['memory']}.", ""]
         parts += [markdown_table(latency_table(timed["rows"]), LATENCY_COLUMNS), ""]
     if drafted:
-        parts += speculation.markdown(drafted, TITLES, markdown_table)
+        parts += speculation.markdown(drafted, named, markdown_table)
     if grown := report.get("growth"):
         parts += ["## growth with length", "", *(f"- {line}" for line in growth.lines(grown)), ""]
         parts += [markdown_table(growth.table(grown), growth.COLUMNS), ""]
@@ -367,6 +371,7 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
         "teacher_dual_cache": ("2", "darkgoldenrod"),
         "teacher_interval_cache": ("3", "peru"),
         "teacher_block_causal": ("D", "tab:purple"),
+        "transformers_generate": ("x", "tab:gray"),
         "autoregressive": ("o", "black"),
         "autoregressive_model": ("*", "black"),
         "student_sequential": ("D", "tab:green"),
@@ -380,11 +385,12 @@ def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
         "prompt_lookup": ("v", "tab:brown"),
         "assisted": ("<", "tab:purple"),
     }
+    named = titles(results)
     for method, (marker, colour) in styles.items():
         points = sorted(_points(results, method))
         if points:
             steps, accuracy = zip(*points, strict=True)
-            axes.plot(steps, [100 * a for a in accuracy], marker=marker, color=colour, label=TITLES[method], markersize=5, linewidth=1.2)
+            axes.plot(steps, [100 * a for a in accuracy], marker=marker, color=colour, label=named[method], markersize=5, linewidth=1.2)
     axes.set_xscale("log")
     ticks = [t for t in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256) if axes.get_xlim()[0] <= t <= axes.get_xlim()[1]]
     axes.set_xticks(ticks, [str(t) for t in ticks])
