@@ -216,6 +216,7 @@ class Evaluate:
 
     thresholds and truncated_steps are the sweeps; the recipe's own threshold is always among them. fixed (tokens a step), factors and
     entropy_bounds are those of the training-free baselines of these names; prefix and dual cache are Fast-dLLM's, at the thresholds;
+    of a model that decides every slot at every step entropy_bounds is the sweep of its student too;
     interval_cache is dLLM-Cache's, prompt_refresh and response_refresh steps apart (100 and 6: its command for LLaDA-8B-Base).
 
     autoregressive: a folder of a causal LM with the same tokenizer, for the method autoregressive_model.

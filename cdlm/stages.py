@@ -40,7 +40,9 @@ STAGES = ("collect", "train", "evaluate", "export")
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
 OF_A_MODEL = (*BLOCKWISE, "tidar")  # objectives whose student is measured beside the model they start from
 AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
-REDECIDING_METHODS = ("teacher", "teacher_truncated", "transformers_generate", "student")  # where every step decides every slot
+REDECIDING_METHODS = (  # where every step decides every slot
+    "teacher", "teacher_truncated", "teacher_entropy_bound", "transformers_generate", "student",
+)  # fmt: skip
 SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
@@ -966,6 +968,8 @@ def _redeciding(
     if name == "teacher_truncated":
         cut = "teacher, its own sampler cut to few steps a block"
         return [Method(name, s, replace(sampler, max_denoising_steps=int(s)), *teacher, title=cut) for s in sorted(cut_steps)]
+    if name == "teacher_entropy_bound":
+        return [Method(name, b, replace(own, entropy_bound=b), *teacher, title="teacher, the student's sampler") for b in bounds]
     if name == "transformers_generate":
         return [Method(name, None, DiffusionGenerateConfig(sampler), *teacher)]
     return [Method(name, b, replace(own, entropy_bound=b), student, contextlib.nullcontext, "student, its own sampler") for b in bounds]

@@ -15,7 +15,7 @@ import yaml
 from conftest import TINY
 from rich.console import Console
 
-from cdlm import cli, data, families, hub
+from cdlm import cli, data, families, hub, stages
 from cdlm.decode import DecodeConfig, decode, resolve
 from cdlm.evaluate.assisted import DiffusionGenerateConfig
 from cdlm.evaluate.run import Method, answers, first_tokens, reveals, score, seeds_of
@@ -207,7 +207,7 @@ RECIPE = {
     "collect": {"num_prompts": 3, "batch_size": 3, "shard_size": 3, "screen": {"drop": False}, "top_k": 8},
     "train": {"steps": 1, "batch_size": 2, "learning_rate": 0.001, "save_steps": 1, "logging_steps": 1},
     "evaluate": {
-        "methods": ["teacher", "teacher_truncated", "transformers_generate", "student"], "truncated_steps": [1], "entropy_bounds": [0.5],
+        "methods": list(stages.REDECIDING_METHODS), "truncated_steps": [1], "entropy_bounds": [0.5],
         "num_prompts": 2, "batch_size": 2, "latency_prompts": 1, "warmup_prompts": 0,
     },
     "export": {"license": "mit"},
@@ -237,12 +237,14 @@ def test_a_run_from_teacher_to_export(tmp_path, capsys):
     cut = max(1, round(mean["steps"] / mean["commit_forwards"]))
     assert set(rows) == {
         ("teacher", None), ("transformers_generate", None), ("student", 0.5), ("student", 1.0), ("teacher_truncated", 1.0),
+        ("teacher_entropy_bound", 0.5), ("teacher_entropy_bound", 1.0),
         ("teacher_truncated", float(cut)),
     } or cut == 1  # fmt: skip
     assert report["summary"]["truncated_steps"] == cut and report["summary"]["confidence_threshold"] == 1.0
     for row in rows.values():
         assert row["forwards"] == pytest.approx(row["steps"] + row["commit_forwards"]) and row["steps"] <= 4 * row["commit_forwards"]
     assert rows["teacher_truncated", 1.0]["steps"] == rows["teacher_truncated", 1.0]["commit_forwards"]
+    assert rows["teacher_entropy_bound", 1.0]["steps"] <= 2 * rows["teacher_entropy_bound", 1.0]["commit_forwards"], "the student's sampler"
     assert mean["steps"] <= 2 * mean["commit_forwards"] and rows["teacher", None]["title"] == "teacher, its own sampler"
     for name in ("report.md", "report.html"):  # in every table, as the base of the latencies and above each sample
         text = (tmp_path / "out" / name).read_text()

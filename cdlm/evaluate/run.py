@@ -28,6 +28,7 @@ assisted               the same, assisted by a smaller autoregressive model
 Of a model that decides every slot at every step (it has no other of these, but autoregressive_model):
 teacher                its own adaptive sampler, which stops after the block with the end token
 teacher_truncated      the same, cut to a number of steps a block
+teacher_entropy_bound  training-free: the teacher by the student's sampler; swept: entropy bound
 transformers_generate  transformers' own `generate` of the teacher, with the same values
 student                the student, by its own sampler; swept: entropy bound
 Random numbers come from a seed of each question, for all methods the same.
