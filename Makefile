@@ -17,7 +17,7 @@ distill: $(VENV)/.run
 	$(if $(filter-out 1,$(NPROC)),$(LAUNCH),$(BIN)/cdlm) distill $(RECIPE) $(ARGS)
 
 # Trains the small world's teachers again from nothing, each ending with its table, and puts them in place of the committed ones.
-teacher: $(VENV)/.run zaya
+teacher: $(VENV)/.run zaya diffusiongemma
 	$(BIN)/cdlm distill recipes/tiny-teacher.yaml $(ARGS)
 	rm -rf recipes/tiny/teacher && cp -r runs/tiny-teacher/export recipes/tiny/teacher
 

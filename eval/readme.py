@@ -1,6 +1,6 @@
 """Copies a run's report into eval/results/<name> and writes its table into README.md, between the two comments of that name.
 
-    python eval/readme.py runs/tiny          # what `make results` runs; runs/tiny-a2d, runs/tiny-tidar and runs/tiny/bench have places too
+    python eval/readme.py runs/tiny          # what `make results` runs; PLACES has the others
     python eval/readme.py --check            # README.md says what the reports in eval/results say, or exit status 1
 """
 
@@ -21,6 +21,7 @@ PLACES = {  # name of a run -> the comments between which its table stands
     "tiny-bench": ("<!-- results of tiny-bench -->\n", "<!-- /results of tiny-bench -->"),
     "tiny-a2d": ("<!-- results of tiny-a2d -->\n", "<!-- /results of tiny-a2d -->"),
     "tiny-tidar": ("<!-- results of tiny-tidar -->\n", "<!-- /results of tiny-tidar -->"),
+    "tiny-diffusiongemma": ("<!-- results of tiny-diffusiongemma -->\n", "<!-- /results of tiny-diffusiongemma -->"),
     "tiny-zaya": ("<!-- results of tiny-zaya -->\n", "<!-- /results of tiny-zaya -->"),
 }
 PER_TASK = {  # the methods of the second table, where they were run
