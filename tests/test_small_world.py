@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from conftest import ROOT, TINY
 
-SPLITS = ("train", "validation", "test", "distill")
+SPLITS = ("train", "validation", "test", "distill", "distill-canvas")
 
 
 @cache

@@ -13,12 +13,12 @@ copy       the list again. Every slot can be filled at once.
 reverse    the list backwards. Easy from a neighbour, harder without one.
 sort       the list in ASCII order. Every slot depends on the whole list.
 translate  `translate:rvdachkl..` -> `op0xnsw2`: word by word; a word is four characters and has four right translations, used
-           with the frequencies of USAGE (in distill.jsonl the first alone: one author wrote its answers). This is the
+           with the frequencies of USAGE (in the files to distil the first alone: one author wrote its answers). This is the
            multimodality problem of non-autoregressive translation (Gu et al., arXiv 1711.02281): the letters of a word must
            agree on one translation, so letters written at the same time, each by its own odds, spell no word. The column
            "accept" is a regular expression that matches the right answers.
 
-The items of a list are distinct. No question stands twice, within a file or across the four.
+The items of a list are distinct. No question stands twice, within a file or across the files.
 """
 
 import json
@@ -35,10 +35,11 @@ LENGTHS = {  # shortest and longest answer
     "chain": (16, 41), "copy": (16, 33), "reverse": (16, 33), "sort": (16, 25), "translate": (16, 33),
 }
 USAGE = (0.44, 0.19, 0.19, 0.18)  # how often each translation of a word is used, the commonest first
-SIZES = {"train": 27_000, "validation": 400, "test": 400, "distill": 1_400}
-SHARES = {  # of the questions of a file; the tasks that lose most under the block-causal mask are distilled most
+SIZES = {"train": 27_000, "validation": 400, "test": 400, "distill": 1_400, "distill-canvas": 1_600}
+SHARES = {  # of the questions of a file; most are of tasks that lose most under the block-causal mask, or take most steps on canvases
     "train": {"chain": 3, "copy": 1, "reverse": 3, "sort": 3, "translate": 2},
     "distill": {"chain": 2, "copy": 1, "reverse": 4, "sort": 5, "translate": 3},
+    "distill-canvas": {"chain": 6, "copy": 1, "reverse": 1, "sort": 2, "translate": 3},
 }  # the others hold the tasks in equal numbers
 SPECIAL = {"pad_token": "<|pad|>", "mask_token": "<|mask|>", "eos_token": "<|eos|>"}
 ROLES = ("<|user|>", "<|assistant|>")
@@ -109,7 +110,7 @@ def splits() -> dict[str, list[dict[str, str]]]:
                 task = rng.choices(tasks, weights=list(SHARES[split].values()))[0]
             else:
                 task = tasks[len(rows) % len(tasks)]
-            row = question(task, rng, (1, 0, 0, 0) if split == "distill" else USAGE)
+            row = question(task, rng, (1, 0, 0, 0) if split.startswith("distill") else USAGE)
             body = row["prompt"].split(":")[1] + row["answer"]
             if row["prompt"] not in seen and not any(name in body for name in tasks):  # a list that spells a task's name
                 seen.add(row["prompt"])
