@@ -6,6 +6,7 @@ not on this machine the recipe's counts and limits stand for them, which makes t
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -210,7 +211,8 @@ class Plan:
         r, t = self.run.recipe, self.run.recipe.train
         hf = convert.skeleton(self.config).to(families.DTYPES[r.dtype])
         if t.lora is not None:
-            with torch.device("meta"):
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # those of libraries about a model that is only counted
                 put_lora(
                     hf, rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout,
                     left_alone=families.class_of(self.config.model_type).left_alone,

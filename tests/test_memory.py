@@ -102,6 +102,17 @@ def test_a_plan_of_canvases(capsys):
     assert re.search(r"^collect .* 35\.8 GB$", text, re.MULTILINE)
 
 
+def test_the_line_of_a_card_is_of_the_table_of_devices(capsys):
+    """There is one count: without --gpus its line of collecting and training, with them its table, which says it for one device too."""
+    name = "diffusiongemma-26b-a4b"
+    table = plan(capsys, name, "--gpus", "1", "--card", "MI300X")
+    assert cli.main(["distill", str(RECIPES / f"{name}.yaml"), "--out", "nowhere", "--dry-run", "--hardware", "MI300X"]) == 0
+    line = capsys.readouterr().out
+    collect, train = (re.search(rf"^{stage} +([\d.]+ GB) fits", table, re.MULTILINE).group(1) for stage in ("collect", "train"))
+    assert f"memory      about collect {collect}, train {train} of a card's 192 GB" in line and "memory      about" not in table
+    assert "teacher's head" not in table  # canvases have logits
+
+
 def test_the_same_by_dry_run(capsys):
     assert cli.main(["train", str(RECIPES / "tiny.yaml"), "--out", "nowhere", "--dry-run", "--gpus", "2", "--card", "H100"]) == 0
     text = capsys.readouterr().out
