@@ -555,10 +555,16 @@ class CDLMTrainer(Trainer):
             rotate_checkpoints(str(where), self.args.save_total_limit)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        """The Trainer's; weights of whole models are read here, before FSDP takes its shares of the model."""
+        """The Trainer's; weights of whole models are read here, before FSDP takes its shares of the model. A frozen head stays gathered."""
         if self.engine == "fsdp" and resume_from_checkpoint is not None and written_by(Path(resume_from_checkpoint)) == "plain":
             read_whole(self.model, Path(resume_from_checkpoint))
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        head = self.diffusion.head
+        if self.engine == "fsdp" and not any(parameter.requires_grad for parameter in head.parameters()):
+            # Losses ask the head once a chunk, again in the backward, and processes have different numbers of chunks. A frozen head that
+            # gave its weights back in between would be gathered so often by one process and less often by another.
+            head.set_reshard_after_backward(False, recurse=False)
+        return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """From safetensors alone, but for what FSDP reads of its own: the Trainer would also read weights from a pickle."""
