@@ -41,17 +41,15 @@ def run(base: Run) -> str:
     with base.processes.main_first():
         base.check_inputs()
     base.out.mkdir(parents=True, exist_ok=True)
-    if base.recipe.trajectories is None and not stages.is_done(base, "collect"):
-        stages.collect(base)
+    if base.recipe.trajectories is None:
+        _make(base, "collect")
     lines = ["| losses | weights (distill, consistency, dlm) | accuracy | steps | TPF |", "|---|---|---:|---:|---:|"]
     for name in VARIANTS:
         part = variant(base, name)
         part._sound |= base._sound & {"collect"}
         part.out.mkdir(parents=True, exist_ok=True)
         for stage in ("train", "evaluate"):
-            if not stages.is_done(part, stage):
-                base.say(f"ablate: {name}, {stage}")
-                getattr(stages, stage)(part)
+            _make(part, stage, f"ablate: {name}, {stage}")
         found = json.loads((part.out / "report.json").read_text())["summary"]
         weights = ", ".join(f"{getattr(part.recipe.train, w):g}" for w in WEIGHTS)
         numbers = f"{found['student_accuracy']:.1%} | {found['student_steps_at_threshold']:.2f} | {found['tpf']:.2f}"
@@ -60,3 +58,14 @@ def run(base: Run) -> str:
     if base.processes.main:
         files.write_text(base.out / "ablation" / "ablation.md", text + "\n")
     return text
+
+
+def _make(run: Run, stage: str, title: str = "") -> None:
+    """Run a stage that is not done; all processes have looked before the first of them writes, so that they agree."""
+    done = stages.is_done(run, stage)
+    run.processes.wait()
+    if done:
+        return
+    if title:
+        run.say(title)
+    getattr(stages, stage)(run)

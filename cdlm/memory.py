@@ -23,7 +23,7 @@ ENGINES = ("one_gpu", "ddp", "fsdp2", "zero3")
 SHARDED = ("fsdp2", "zero3")
 HEADROOM = 0.9
 LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters
-LOSS_COPIES = 9  # of a chunk of logits in fp32 that three losses of one chunk each hold at their backward (8.7 measured, LOG.md)
+LOSS_COPIES = 9  # of a chunk of logits in fp32 that three losses of one chunk each hold at their backward (of several 7; LOG.md)
 CHOICE_COPIES = 4  # that choosing tokens holds
 
 

@@ -1,11 +1,12 @@
 """What a run would do, without doing it: the plan that --dry-run prints. Reads configs and data, loads no weights, and fetches nothing
-for a recipe that has a config. For several devices also what each stage holds in the memory of one, under each engine (memory.py).
+for a recipe that has a config. On a card also what stages hold of its memory, for a number of devices under each engine (memory.py).
 
 Times are rough. On a card they come from the roofline (roofline.py), on this CPU from a measured matrix product. Where questions are
 not on this machine the recipe's counts and limits stand for them, which makes the times upper bounds, and the plan says so.
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,7 +70,7 @@ class Plan:
         self.run, r = run, run.recipe
         if gpus is not None and gpus < 1:
             raise ValueError(f"--gpus is {gpus}; it must be at least 1")
-        self.gpus = gpus or 1
+        self.gpus, self.counts_devices = gpus or 1, gpus is not None
         deal_rows(r.train.batch_size, r.train.accumulation, self.gpus)
         self.inputs = run.check_inputs(everything=False)
         self.parameters = sum(p.numel() for p in self.inputs.model.parameters())
@@ -123,7 +124,7 @@ class Plan:
         ]
         if self.shape is not None and self.shape.experts:
             lines.append(f"            {self._experts()}")
-        if self.card is not None:
+        if self.card is not None and not self.counts_devices:
             lines.append(f"memory      {self._memory()}")
         if run.here() is None:
             lines.append(f"not here    the model; its sizes are those of {self.inputs.source}")
@@ -168,32 +169,14 @@ class Plan:
         return f"{plain.parameters / 1e9:.1f}B parameters in layers and tables, {plain.active_parameters / 1e9:.1f}B active a token{more}"
 
     def _memory(self) -> str:
-        """What the stages hold of one card: weights, cache, adapters with AdamW's two moments, what a backward keeps, logits."""
-        assert self.card is not None and self.shape is not None
-        r, t = self.run.recipe, self.run.recipe.train
-        size = families.DTYPES[r.dtype].itemsize
-        weights, length, block = self.parameters * size, r.data.max_prompt_tokens + r.decode.max_new_tokens, r.decode.block_length
-        parts = []
-        if "collect" in stages_of(r):
-            assert r.collect is not None
-            rows = r.collect.batch_size
-            # A step holds its logits, their probabilities and what it tells the next one, in fp32 and of the whole block.
-            step = rows * (block if self.teacher[0] == "block" else length) * self.shape.vocab * 4 * (3 if self.redecides else 2)
-            parts.append(f"collect {(weights + rows * self.shape.kv_bytes(length, size) + step) / 2**30:.0f} GiB")
-        trained = self._adapters() if t.lora is not None else self.parameters
-        operators = roofline.operators(self.shape, "dlm", batch=t.batch_size, block=block, context=r.data.max_prompt_tokens,
-                                       generate=r.decode.max_new_tokens, size=size)  # fmt: skip
-        kept = max(0.0, sum(op.bytes for op in operators) - self.shape.parameters * size) / 2  # what operators wrote, and did not read
-        parts.append(f"train {(weights + 16 * trained + kept) / 2**30:.0f} GiB ({trained / 1e6:.0f}M trained parameters)")
-        return f"about {', '.join(parts)} of a card's {self.card.memory / 2**30:.0f} GiB; weights {weights / 2**30:.1f} GiB"
-
-    def _adapters(self) -> int:
-        """Parameters of the recipe's LoRA."""
-        lora = self.run.recipe.train.lora
-        assert lora is not None
-        return sum(
-            lora.rank * (module.in_features + module.out_features) for name, module in self.inputs.model.named_modules()
-            if isinstance(module, torch.nn.Linear) and "vision" not in name and name.rsplit(".", 1)[-1] in lora.targets
+        """What collecting and training hold of the one card: the count that `devices` tells stage by stage."""
+        assert self.card is not None
+        r = self.run.recipe
+        wanted = [stage for stage in ("collect", "train") if stage in stages_of(r)]
+        parts = [f"{stage} {roofline.count(self.held(stage)['one_gpu'].total, 'B')}" for stage in wanted]
+        return (
+            f"about {', '.join(parts)} of a card's {roofline.count(self.card.memory, 'B')}; weights "
+            f"{roofline.count(self.trained.weights, 'B')}, {roofline.count(self.trained.trained, 'B')} of them trained (--gpus 1 says more)"
         )
 
     def stage(self, name: str, run: Run | None = None, label: str = "") -> str:
@@ -228,7 +211,8 @@ class Plan:
         r, t = self.run.recipe, self.run.recipe.train
         hf = convert.skeleton(self.config).to(families.DTYPES[r.dtype])
         if t.lora is not None:
-            with torch.device("meta"):
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # those of libraries about a model that is only counted
                 put_lora(
                     hf, rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout,
                     left_alone=families.class_of(self.config.model_type).left_alone,
@@ -246,7 +230,7 @@ class Plan:
         model, size = self.trained, families.DTYPES[r.dtype].itemsize
         vocab, hidden = self.config.get_text_config().vocab_size, self.config.get_text_config().hidden_size
         if stage == "train":
-            distilling = t.objective == "cdlm" and t.distill_weight > 0
+            distilling = t.objective == "cdlm" and t.distill_weight > 0 and not self.redecides  # of canvases logits are stored
             views = bool(t.distill_weight or t.consistency_weight) + bool(t.dlm_weight) if t.objective == "cdlm" else 1 + t.complementary
             rows, _ = deal_rows(t.batch_size, t.accumulation, self.gpus)
             return {

@@ -641,6 +641,8 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     trainer.remove_callback(PrinterCallback)
     if watch is not None:
         trainer.add_callback(watch(trainer))
+    if trainer.engine == "deepspeed":
+        run.say("train: no checkpoints, for DeepSpeed's are pickles, which are not read; a training that is broken off starts again")
     if processes.main:
         _drop_damaged(checkpoints, run.say)
     processes.wait()

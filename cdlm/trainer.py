@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from cdlm import data, files, losses, masks, noise
 from cdlm.families.base import DiffusionLM, Seen
@@ -419,7 +420,7 @@ class CDLMTrainer(Trainer):
     Under `accelerate launch` the Trainer's own engine (DDP, FSDP2, DeepSpeed) wraps the model, and a process gets every so-manieth
     micro-batch of those that one process would take; with that many fewer micro-batches a step, the steps are the same ones. An engine
     gathers weights and reduces gradients around the forward of what it wraps, so all of an objective, its several forwards, the head and
-    the losses, runs inside one call of the wrapped model.
+    the losses, runs inside one call of the wrapped model. Checkpoints are written under all but DeepSpeed.
     """
 
     _tag_names = ["cdlm", "diffusion", "block-diffusion"]
@@ -452,6 +453,8 @@ class CDLMTrainer(Trainer):
                 f"{self.engine} shards layers; this model's encoder and decoder share theirs, and a batch decides how many forwards there "
                 "are: take DDP"
             )
+        if self.engine == "deepspeed":
+            self.args.save_strategy = SaveStrategy.NO  # its checkpoints are pickles, which are never read
         self.diffusion, self.teacher_head, self.lengths = model, teacher_head, lengths
         self._calls = False  # whether the model's forward is `_call`
         self._sums: dict[str, Tensor] = {}
@@ -485,7 +488,7 @@ class CDLMTrainer(Trainer):
             return super().train(*args, **kwargs)
 
     def load(self, checkpoint: str) -> None:
-        """The weights of a checkpoint of this engine, without a step of training."""
+        """The weights of a checkpoint, without a step of training."""
         if self.engine == "plain":
             self._load_from_checkpoint(checkpoint)
         else:  # a sharded checkpoint is read into a model that is wrapped
@@ -551,18 +554,55 @@ class CDLMTrainer(Trainer):
                 files.sync_all(folder)
             rotate_checkpoints(str(where), self.args.save_total_limit)
 
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        """The Trainer's; weights of whole models are read here, before FSDP takes its shares of the model. A frozen head stays gathered."""
+        if self.engine == "fsdp" and resume_from_checkpoint is not None and written_by(Path(resume_from_checkpoint)) == "plain":
+            read_whole(self.model, Path(resume_from_checkpoint))
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        head = self.diffusion.head
+        if self.engine == "fsdp" and not any(parameter.requires_grad for parameter in head.parameters()):
+            # Losses ask the head once a chunk, again in the backward, and processes have different numbers of chunks. A frozen head that
+            # gave its weights back in between would be gathered so often by one process and less often by another.
+            head.set_reshard_after_backward(False, recurse=False)
+        return prepared
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """From safetensors alone: the Trainer would also read weights from a pickle."""
+        """From safetensors alone, but for what FSDP reads of its own: the Trainer would also read weights from a pickle."""
         place = Path(resume_from_checkpoint)
-        own = place.glob("pytorch_model_fsdp*.bin") if self.engine == "fsdp" else ()  # accelerate reads that with weights_only
+        written = written_by(place)
+        own = place.glob("pytorch_model_fsdp*.bin") if written == "fsdp" else ()  # accelerate reads that with weights_only, others do not
         if pickles := sorted({*place.glob("*model*.bin"), *place.glob("*model*.bin.index.json")} - {*own}):
             raise ValueError(f"{pickles[0]} is a pickle, which can run code; weights are read from safetensors alone: remove it")
-        with _plain_state(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if written == self.engine:
+            with _plain_state(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif self.engine == "plain":
+            read_whole(self.model, place)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         with _plain_state(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is None or written_by(Path(checkpoint)) == self.engine:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                self._translate_optimizer(Path(checkpoint))
+                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+    def _translate_optimizer(self, checkpoint: Path) -> None:
+        """The optimizer's state of whole models for FSDP, or the other way round: FSDP names parameters, and without it they are numbered
+        in the order of their groups, which is the same one."""
+        named = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        order = [named[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+        if self.engine == "plain":
+            saved = torch.load(checkpoint / "optimizer.bin", map_location="cpu", weights_only=True)
+            self.optimizer.load_state_dict(_renamed(saved, {name: number for number, name in enumerate(order)}))
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        saved = {}
+        if self.accelerator.is_main_process:  # which hands each its share
+            saved = _renamed(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True), dict(enumerate(order)))
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(self.model, self.optimizer, saved, options=options)
 
     def _load_rng_state(self, checkpoint):
         with _plain_state(checkpoint):
@@ -595,16 +635,54 @@ def _plain_state(checkpoint: str | None) -> Iterator[None]:
         raise ValueError(f"{checkpoint} holds state that is more than tensors and plain values, and is not read: {reason}") from None
 
 
-def check_engine(checkpoint: Path, engine: str) -> None:
-    """A ValueError unless a checkpoint was written by this engine: one that finds no optimizer state starts a new one, and says nothing."""
-    written = "plain"
+def written_by(checkpoint: Path) -> str:
+    """The engine that wrote a checkpoint: plain, fsdp or deepspeed."""
     if any(checkpoint.glob("pytorch_model_fsdp*")):
-        written = "fsdp"
-    elif any(checkpoint.glob("global_step*")):
-        written = "deepspeed"
-    if written != engine:
-        names = {"plain": "one process or DDP", "fsdp": "FSDP", "deepspeed": "DeepSpeed"}
-        raise ValueError(f"{checkpoint} was written by {names[written]}; {names[engine]} can't go on from it: start as it was")
+        return "fsdp"
+    return "deepspeed" if any(checkpoint.glob("global_step*")) else "plain"
+
+
+def check_engine(checkpoint: Path, engine: str) -> None:
+    """A ValueError unless this engine can go on from a checkpoint.
+
+    One process, DDP and FSDP go on from each other's, for theirs hold whole weights and the whole state of the optimizer (FSDP's if
+    its state dict type is FULL_STATE_DICT). DeepSpeed goes on from none: its own are read by its own reader, which runs pickles.
+    """
+    written = written_by(checkpoint)
+    if written == "deepspeed":
+        raise ValueError(
+            f"{checkpoint} was written by DeepSpeed, in pickles, which can run code and are not read: remove {checkpoint.parent} to train "
+            "from the start, under an engine whose checkpoints are read: one process, DDP or FSDP"
+        )
+    if engine == "deepspeed":
+        raise ValueError(f"{checkpoint} was not written by DeepSpeed, which can't go on from it: start as it was, or remove it")
+    if written != engine and written == "fsdp" and not (checkpoint / "pytorch_model_fsdp.bin").is_file():
+        raise ValueError(
+            f"{checkpoint} holds FSDP's shares; one process or DDP goes on from whole weights alone, which FSDP writes where "
+            "fsdp_state_dict_type is FULL_STATE_DICT: start as it was"
+        )
+
+
+def read_whole(model: Any, checkpoint: Path) -> None:
+    """The trained weights of a checkpoint, from safetensors, into a model that no engine has wrapped. A ValueError if any is missing."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(checkpoint.glob("*model*.safetensors")):
+        found |= load_file(file)
+    if (checkpoint / "adapter_model.safetensors").is_file():
+        from peft import set_peft_model_state_dict
+
+        missing = set_peft_model_state_dict(model, found).missing_keys
+    else:
+        missing = model.load_state_dict(found, strict=False).missing_keys
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}  # tied ones once, by the name that is saved
+    if lost := sorted(trained & {*missing}):
+        raise ValueError(f"{checkpoint} has no weights for {len(lost)} parameters that are trained, {lost[0]} among them")
+
+
+def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other keys for the parameters."""
+    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[key]: value for key, value in state["state"].items()}, "param_groups": groups}
 
 
 def _call(work: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -3,9 +3,10 @@
     python eval/scale.py [--parts batch,memory] [--out eval/results/scale.json]
 
 batch: trajectories a second of collecting, and rows a second of training (objective cdlm, all three losses), on random models of the
-teacher's shape with random prompts. memory: the most bytes that tensors hold at once during the losses and their backward of one row, by
+teacher's shape with random prompts, in one thread; seconds are those that the process computes, so that other work on the machine does
+not count. memory: the most bytes that tensors hold at once during the losses and their backward of one row, by
 length and vocabulary, beside the same losses of whole logits; counted at every operator, so that it does not depend on the machine.
-Prints tables as Markdown. Times depend on what else the machine does.
+Prints tables as Markdown.
 """
 
 import argparse
@@ -74,22 +75,22 @@ def examples(count: int) -> list[data.Example]:
 
 
 def collecting(size: int, rows: int, folder: Path) -> float:
-    """Trajectories a second at a batch size; every decoding spends its whole budget."""
+    """Trajectories a second of computing at a batch size; every decoding spends its whole budget."""
     screen = trajectories.Screen(drop=False)
-    start = time.perf_counter()
+    start = time.process_time()
     trajectories.collect(
         model(), examples(rows), folder, config=DecodeConfig(BUDGET, BLOCK, tokens_per_step=1, stop_at_eos=False), temperatures=[0.0],
         batch_size=size, shard_size=rows, seed=0, screen=screen, right=lambda example, ids: True, request={"size": size},
         say=lambda text: None,
     )  # fmt: skip
-    return rows / (time.perf_counter() - start)
+    return rows / (time.process_time() - start)
 
 
 def training(size: int, steps: int, stored: Path, out: Path) -> float:
-    """Rows a second of optimizer steps at a batch size, the first step left out."""
+    """Rows a second of computing of optimizer steps at a batch size, the first step left out."""
     import copy
 
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
 
     from cdlm.trainer import CDLMConfig, CDLMTrainer, Collator, TrajectoryStates
 
@@ -97,17 +98,19 @@ def training(size: int, steps: int, stored: Path, out: Path) -> float:
 
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            times.append(time.perf_counter())
+            times.append(time.process_time())
 
     args = CDLMConfig(
         output_dir=str(out), block_length=BLOCK, max_steps=steps + 1, per_device_train_batch_size=size, save_strategy="no", use_cpu=True,
         disable_tqdm=True, dataloader_pin_memory=False, logging_steps=1000, dataloader_drop_last=True,
     )  # fmt: skip
     dataset = TrajectoryStates(trajectories.Trajectories(stored), student, BLOCK, seed=0)
-    CDLMTrainer(
+    trainer = CDLMTrainer(
         student, args, dataset, Collator(student, BUDGET), teacher_head=copy.deepcopy(student.head).requires_grad_(False),
         callbacks=[Clock()],
-    ).train()  # fmt: skip
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
     return steps * size / (times[-1] - times[0])
 
 

@@ -68,8 +68,9 @@ def by_hand(model, example: data.Example, *, top_k: int = VOCAB, seed: int = 0, 
 
 def trainer(tmp_path, model, dataset, **values) -> CDLMTrainer:
     args = CDLMConfig(
-        output_dir=str(tmp_path), block_length=CANVAS, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, max_steps=2,
-        per_device_train_batch_size=2, save_strategy="no", logging_steps=1, learning_rate=1e-3, warmup_steps=0, **values,
+        output_dir=str(tmp_path), block_length=CANVAS, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+        per_device_train_batch_size=2, save_strategy="no", logging_steps=1, learning_rate=1e-3, warmup_steps=0,
+        **{"max_steps": 2, **values},
     )
     return CDLMTrainer(model, args, dataset, Collator(model, BUDGET, CANVAS))
 

@@ -99,7 +99,15 @@ def test_a_plan_of_canvases(capsys):
     """7,500 canvases of at most 48 steps, each 256 slots of 64 values of 2 bytes, 64 ids of 4 and a total of 4: 35.8 GB."""
     text = plan(capsys, "diffusiongemma-26b-a4b", "--gpus", "8", "--card", "H200")
     assert 7500 * 48 * 256 * (64 * 6 + 4) == 35_758_080_000
-    assert re.search(r"^collect .* 35\.8 GB$", text, re.MULTILINE)
+    assert re.search(r"^collect .* 35\.8 GB$", text, re.MULTILINE) and "teacher's head" not in text  # canvases have logits
+
+
+def test_the_line_of_a_card_is_of_the_table_of_devices(capsys):
+    """There is one count: without --gpus its line of collecting and training, with them its table, which says it for one device too."""
+    table = plan(capsys, "tiny", "--gpus", "1", "--card", "MI300X")
+    line = plan(capsys, "tiny", "--card", "MI300X")
+    collect, train = (re.search(rf"^{stage} +([\d.]+ [kMG]?B) fits", table, re.MULTILINE).group(1) for stage in ("collect", "train"))
+    assert f"memory      about collect {collect}, train {train} of a card's 192 GB" in line and "memory      about" not in table
 
 
 def test_the_same_by_dry_run(capsys):

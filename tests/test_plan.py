@@ -113,9 +113,9 @@ def test_a_plan_of_a_model_with_canvases(capsys):
     active = total - 30 * 120 * experts
     assert (round(total / 1e9, 1), round(active / 1e9, 1)) == (25.2, 3.8)
     assert "25.2B parameters in layers and tables, 3.8B active a token, and 0.02B of self-conditioning" in "\n".join(lines)
-    memory = re.search(r"about collect (\d+) GiB, train (\d+) GiB .* of a card's 131 GiB; weights ([\d.]+) GiB", line(lines, "memory"))
+    memory = re.search(r"about collect ([\d.]+) GB, train ([\d.]+) GB of a card's 141 GB; weights ([\d.]+) GB", line(lines, "memory"))
     collect, train, weights = (float(number) for number in memory.groups())
-    assert total * 2 / 2**30 < weights < 1.02 * total * 2 / 2**30 and weights < collect < 131 and weights < train < 131
+    assert total * 2 / 1e9 < weights < 1.02 * total * 2 / 1e9 and weights < collect < 141 and weights < train < 141
     assert "in 1 canvases of 256, each in at most 48 steps; student 16" in line(lines, "decoding")
     size = 7500 * 48 * 256 * (64 * 6 + 4)
     assert f"at most {size / 2**30:.3f} GiB ({size:,} bytes)" in line(lines, "collect")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -13,7 +14,7 @@ import torch
 import yaml
 from conftest import ROOT
 from safetensors.torch import load_file
-from two_processes import STOP, broken
+from two_processes import STOP, broken, on_canvases
 
 from cdlm import cli, recipe, stages
 from cdlm.processes import Processes
@@ -37,7 +38,8 @@ def launch(script: Path, *arguments: object, folder: Path, count: int = 2) -> su
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """OUT/one by one process, and what two_processes.py leaves; OUT/broken goes on with one, OUT/resumed was begun by one."""
+    """OUT/one and OUT/one-lora by one process, and what two_processes.py leaves. OUT/broken and OUT/gathered go on with one, OUT/resumed
+    and OUT/sharded were begun by one, OUT/lora was begun by one and ends with one."""
     folder = tmp_path_factory.mktemp("processes")
     file = mini.write(folder)
     values = mini.values()
@@ -47,9 +49,17 @@ def runs(tmp_path_factory):
     assert cli.main(["distill", str(file), "--out", str(out / "one")]) == 0
     stored = out / "one" / "trajectories"
     broken(asked, out / "resumed", stored)
-    done = launch(ROOT / "tests" / "two_processes.py", file, out, folder=folder)
+    shutil.copytree(out / "resumed", out / "sharded")
+    lora_file = folder / "lora.yaml"
+    values["train"] |= {"steps": 6, "save_steps": 2, "learning_rate": 0.002, "lora": mini.LORA}
+    lora_file.write_text(yaml.safe_dump(values, sort_keys=False))
+    lora = recipe.load(lora_file)
+    stages.train(stages.Run(lora, out / "one-lora", print, shared_trajectories=stored))
+    broken(lora, out / "lora", stored, step=2)
+    done = launch(ROOT / "tests" / "two_processes.py", file, out, lora_file, folder=folder)
     assert done.returncode == 0, done.stderr[-4000:]
-    stages.train(stages.Run(asked, out / "broken", print, shared_trajectories=stored))
+    for name, one in (("broken", asked), ("gathered", asked), ("lora", lora)):
+        stages.train(stages.Run(one, out / name, print, shared_trajectories=stored))
     return out, done.stdout
 
 
@@ -69,11 +79,12 @@ def test_two_processes_collect_the_bytes_of_one(runs):
     assert one == two
 
 
-@pytest.mark.parametrize("name", ["ddp", "resumed", "broken", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "resumed", "broken", "fsdp", "sharded", "gathered"])
 def test_two_processes_train_as_one(runs, name):
     """20 steps of four rows: the same losses (1e-5) and nearly the same weights, which are not the teacher's. "resumed" was begun by one
-    process and "broken" by two; the others ended them. Two processes took the losses of these and of "fsdp" in chunks. (What rounding does
-    to a random model grows from step to step, and faster at a higher learning rate.)"""
+    process and "broken" by two, under DDP; the others ended them. "fsdp" was broken off and went on under FSDP2; "sharded" was begun by one
+    process and "gathered" by two under FSDP2; the others ended them. Two processes took the losses of all but "ddp" in chunks. (What
+    rounding does to a random model grows from step to step, and faster at a higher learning rate.)"""
     out, _ = runs
     wanted, found = losses(out / "one"), losses(out / name)
     assert found.shape == (STEPS, 4)
@@ -84,6 +95,31 @@ def test_two_processes_train_as_one(runs, name):
     for key, value in one.items():
         assert float((value - start[key]).abs().max()) > 2e-3, key
         torch.testing.assert_close(two[key], value, atol=1e-4, rtol=0)
+
+
+def test_adapters_go_from_one_process_to_fsdp_and_back(runs):
+    """Steps 1 and 2 by one process, 3 and 4 by two with shares, 5 and 6 by one, beside all six by one. B of an adapter starts at 0."""
+    out, _ = runs
+    wanted, found = losses(out / "one-lora"), losses(out / "lora")
+    assert found.shape == (6, 4)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    one, two = (load_file(out / part / "student" / "adapter_model.safetensors") for part in ("one-lora", "lora"))
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        assert "lora_B" not in key or float(value.abs().max()) > 2e-3, key
+        torch.testing.assert_close(two[key], value, atol=1e-5, rtol=0)
+
+
+def test_two_processes_train_on_canvases_as_one(runs, tmp_path):
+    """Objectives uniform and cdlm under DDP: a batch decides how many forwards there are, and half of a step's are in each process. The
+    losses are of 3 to 34 nats, so six digits of them are asked."""
+    out, _ = runs
+    wanted, found = on_canvases(tmp_path), json.loads((out / "canvases.json").read_text())
+    names = {"uniform": ("diffusion_loss", "ar_loss"), "cdlm": ("distill_loss", "consistency_loss", "dlm_loss")}
+    for objective, parts in names.items():
+        one, two = (torch.tensor([[line[name] for name in ("loss", *parts)] for line in lines[objective]]) for lines in (wanted, found))
+        assert one.shape == (3, 1 + len(parts)) and float(one.min()) > 0.01
+        torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-6)
 
 
 def test_two_processes_write_the_same_table(runs):
@@ -151,36 +187,58 @@ def test_rows_that_can_not_be_shared_are_refused():
 
 
 def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
-    """The Trainer would go on from it with a new optimizer and say nothing."""
-    check_engine(tmp_path, "plain")
-    (tmp_path / "pytorch_model_fsdp.bin").touch()
-    check_engine(tmp_path, "fsdp")
-    with pytest.raises(ValueError, match="was written by FSDP; one process or DDP can't go on from it"):
-        check_engine(tmp_path, "plain")
-    with pytest.raises(ValueError, match="was written by FSDP; DeepSpeed"):
-        check_engine(tmp_path, "deepspeed")
+    """The Trainer would go on from it with a new optimizer and say nothing; DeepSpeed would unpickle."""
+    whole, shares, zero = (tmp_path / name for name in ("whole", "shares", "zero"))
+    for folder in (whole, shares / "pytorch_model_fsdp_0", zero / "global_step10"):
+        folder.mkdir(parents=True)
+    check_engine(whole, "plain")
+    check_engine(whole, "fsdp")
+    check_engine(shares, "fsdp")
+    with pytest.raises(ValueError, match="holds FSDP's shares; one process or DDP goes on from whole weights alone"):
+        check_engine(shares, "plain")
+    for engine in ("plain", "fsdp", "deepspeed"):
+        with pytest.raises(ValueError, match="zero was written by DeepSpeed, in pickles, which can run code and are not read: remove"):
+            check_engine(zero, engine)
+    for folder in (whole, shares):
+        with pytest.raises(ValueError, match="was not written by DeepSpeed, which can't go on from it"):
+            check_engine(folder, "deepspeed")
 
 
 CONFIGS = {
     "one_gpu": ("NO", 1, 1), "ddp": ("MULTI_GPU", 8, 1), "fsdp2": ("FSDP", 8, 1), "zero3": ("DEEPSPEED", 8, 1),
     "two_nodes": ("MULTI_GPU", 16, 2),
 }  # fmt: skip
-
-
 def test_the_configs_are_accelerates_own(monkeypatch):
-    """accelerate's loader takes each (it refuses unknown keys); its launcher makes of the sharded one what was trained with above."""
+    """accelerate's loader takes each (it refuses unknown keys, but not inside of an engine's part); its launcher makes of the sharded one
+    what was trained with above, of two machines torchrun's arguments, and of ZeRO-3 a DeepSpeed configuration."""
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
+    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
     from two_processes import FSDP2
 
     folder = ROOT / "recipes" / "accelerate"
     assert {file.stem for file in folder.glob("*")} == set(CONFIGS)
+    parsed, flags = {}, {action.dest for action in launch_command_parser()._actions}
     for name, (kind, count, machines) in CONFIGS.items():
-        config = load_config_from_file(str(folder / f"{name}.yaml"))
+        file = str(folder / f"{name}.yaml")
+        config = load_config_from_file(file)
         assert (config.distributed_type.value, config.num_processes, config.num_machines) == (kind, count, machines)
-    assert load_config_from_file(str(folder / "zero3.yaml")).deepspeed_config["zero_stage"] == 3
-    args = launch_command_parser().parse_args(["--config_file", str(folder / "fsdp2.yaml"), "-m", "cdlm.cli"])
-    args, _, _ = _validate_launch_command(args)
-    environment = prepare_multi_gpu_env(args)
+        assert {*config.fsdp_config, *config.deepspeed_config} <= {*flags}  # keys that no flag has would be passed over in silence
+        asked = ["--config_file", file, "--machine_rank", "1", "--main_process_ip", "10.0.0.1"] if machines > 1 else ["--config_file", file]
+        parsed[name], _, _ = _validate_launch_command(launch_command_parser().parse_args([*asked, "-m", "cdlm.cli"]))
+    environment = prepare_multi_gpu_env(parsed["fsdp2"])
     assert {name: environment[name].lower() for name in FSDP2} == {name: value.lower() for name, value in FSDP2.items()}
+    prepare_multi_gpu_env(two := parsed["two_nodes"])  # turns them into torchrun's
+    assert (two.nproc_per_node, two.nnodes, two.node_rank, two.rdzv_endpoint) == ("8", "2", 1, "10.0.0.1:29500")
+    parsed["zero3"].deepspeed_fields_from_accelerate_config = "zero_stage"  # which its launch_command adds
+    _, environment = prepare_deepspeed_cmd_env(parsed["zero3"])
+    for name, value in environment.items():
+        if name.startswith("ACCELERATE_"):
+            monkeypatch.setenv(name, value)
+    asked = DeepSpeedPlugin().hf_ds_config.config
+    sharded = asked["zero_optimization"]
+    assert (sharded["stage"], sharded["stage3_gather_16bit_weights_on_model_save"]) == (3, True)
+    assert [sharded[name]["device"] for name in ("offload_optimizer", "offload_param")] == ["none", "none"]
+    assert asked["gradient_accumulation_steps"] == asked["gradient_clipping"] == "auto"
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true" and environment["ACCELERATE_MIXED_PRECISION"] == "bf16"

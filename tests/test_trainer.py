@@ -369,6 +369,14 @@ def test_an_engine_that_accelerate_would_leave_out_is_refused(folder, tmp_path, 
         trainer(folder, tmp_path)
 
 
+def test_deepspeed_writes_no_pickles_that_nobody_reads(folder, tmp_path, monkeypatch):
+    """Nothing is saved at step 2 under its name; under the engine that really runs here, a checkpoint is."""
+    for engine in ("deepspeed", "plain"):
+        monkeypatch.setattr(CDLMTrainer, "engine", engine)
+        trainer(folder, tmp_path / engine, save_strategy="steps", save_steps=2, max_steps=2).train()
+    assert not (tmp_path / "deepspeed" / "checkpoint-2").exists() and (tmp_path / "plain" / "checkpoint-2").is_dir()
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_gradient_checkpointing_gives_the_same_weights(folder, tmp_path, lora):
     """Two steps with and without: the same losses and weights, and the layers of a step with a gradient run twice, so it was on."""

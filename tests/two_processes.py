@@ -1,19 +1,27 @@
-"""What tests/test_processes.py has accelerate launch start twice: two_processes.py RECIPE OUT. It leaves runs, and asserts nothing.
+"""What tests/test_processes.py has accelerate launch start twice: two_processes.py RECIPE OUT LORA. It leaves runs, and asserts nothing.
 
-OUT/ddp is a whole run. OUT/broken is stopped at step 10 of 20, OUT/resumed goes on from a checkpoint that stands there already, and
-OUT/fsdp is trained on the trajectories of OUT/ddp with weights sharded by FSDP2.
+OUT/ddp is a whole run. OUT/broken is stopped at step 10 of 20, OUT/resumed goes on from a checkpoint that stands there already. With
+weights sharded by FSDP2 on the same trajectories: OUT/fsdp is stopped at step 10 and goes on, OUT/gathered is its copy from between, and
+OUT/sharded goes on from a checkpoint of whole weights that stands there already, and so does OUT/lora, of another recipe, which is stopped
+at its step 4. OUT/canvases.json has the losses of the objectives on
+canvases under DDP.
 """
 
+import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import dgemma
+import test_canvases
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from cdlm import cli, losses, processes, recipe, stages
+from cdlm.trainer import CanvasNoise, CanvasStates
 
 STOP, VOCAB = 10, 58
 # What accelerate launch makes of recipes/accelerate/fsdp2.yaml.
@@ -28,28 +36,49 @@ class Stopped(Exception):
     """Of a run that is broken off on purpose."""
 
 
-def stop(trainer):
-    """A callback that breaks training off after step STOP, whose checkpoint is then there."""
+class Stop(TrainerCallback):
+    """Breaks training off after a step, whose checkpoint is then there."""
 
-    class Stop(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == STOP:
-                raise Stopped
+    def __init__(self, step: int):
+        self.step = step
 
-    return Stop()
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Stopped
 
 
 def silent(text: str) -> None:
     """In place of print."""
 
 
-def broken(asked: recipe.Recipe, out: Path, trajectories: Path, group: processes.Processes = processes.ALONE) -> None:
-    """Train up to step STOP and leave the checkpoint."""
+def broken(
+    asked: recipe.Recipe, out: Path, trajectories: Path, group: processes.Processes = processes.ALONE, step: int = STOP
+) -> None:
+    """Train up to a step and leave its checkpoint."""
+    run = stages.Run(asked, out, silent, shared_trajectories=trajectories, processes=group)
     try:
-        stages.train(stages.Run(asked, out, silent, shared_trajectories=trajectories, processes=group), watch=stop)
+        stages.train(run, watch=lambda trainer: Stop(step))
     except Stopped:
         return
     raise AssertionError("training was not broken off")
+
+
+def on_canvases(out: Path, group: processes.Processes = processes.ALONE) -> dict[str, list[dict]]:
+    """Logged losses of three steps of four rows in batches of two: of objective uniform, and of cdlm on the states of random canvases."""
+    examples, found = test_canvases.examples(4), {}
+    states = [test_canvases.by_hand(dgemma.random_model(), example, top_k=16) for example in examples]
+    for objective in ("uniform", "cdlm"):
+        model = dgemma.random_model()
+        if objective == "uniform":
+            rows = CanvasNoise(examples * 2, test_canvases.BUDGET, seed=0)
+        else:
+            rows = CanvasStates(states * 2, model, test_canvases.BUDGET, test_canvases.CANVAS, 0)
+        trainer = test_canvases.trainer(
+            out / objective, model, rows, objective=objective, gradient_accumulation_steps=2 // group.count, max_steps=3,
+        )  # fmt: skip
+        trainer.train()
+        found[objective] = [line for line in trainer.state.log_history if "train_loss" not in line]
+    return found
 
 
 def as_on_gpus() -> None:
@@ -60,7 +89,7 @@ def as_on_gpus() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    file, out = Path(sys.argv[1]), Path(sys.argv[2])
+    file, out, lora = map(Path, sys.argv[1:])
     code = cli.main(["distill", str(file), "--out", str(out / "ddp")])
     if code:
         sys.exit(code)
@@ -68,8 +97,17 @@ def main() -> None:
     losses.CHUNK_VALUES = 4 * VOCAB  # from here on every loss is taken in several chunks, computed again in the backward
     broken(asked, out / "broken", stored, group)
     stages.train(stages.Run(asked, out / "resumed", silent, shared_trajectories=stored, processes=group))
+    canvases = on_canvases(out / "canvases", group)
+    if group.main:
+        (out / "canvases.json").write_text(json.dumps(canvases))
     as_on_gpus()
-    stages.train(stages.Run(asked, out / "fsdp", silent, shared_trajectories=stored, processes=group))
+    broken(asked, out / "fsdp", stored, group)
+    if group.main:
+        shutil.copytree(out / "fsdp", out / "gathered")
+    group.wait()
+    for name in ("fsdp", "sharded"):
+        stages.train(stages.Run(asked, out / name, silent, shared_trajectories=stored, processes=group))
+    broken(recipe.load(lora), out / "lora", stored, group, 4)
 
 
 if __name__ == "__main__":
