@@ -392,9 +392,9 @@ class Plan:
         if self.redecides:
             canvases = min(tests.slots, self.slots) / r.decode.block_length
             teacher, student = (canvases * (run.sampler(which).max_denoising_steps or 0) for which in ("teacher", "student"))
-            swept = len({*e.entropy_bounds, run.sampler("student").entropy_bound})
+            bounds = len({*e.entropy_bounds, run.sampler("student").entropy_bound})
             steps |= {"teacher": teacher, "transformers_generate": teacher,
-                      **dict.fromkeys(("student", "teacher_entropy_bound"), swept * student),
+                      **dict.fromkeys(("student", "teacher_entropy_bound"), bounds * student),
                       "teacher_truncated": sum(canvases * count for count in e.truncated_steps) + student}  # fmt: skip
         cached = ("teacher_block_causal", "student", "student_sequential")
         timed = {  # batch size -> calls with the clock, and those before it

@@ -559,7 +559,7 @@ class CDLMTrainer(Trainer):
         if self.engine == "fsdp" and resume_from_checkpoint is not None and written_by(Path(resume_from_checkpoint)) == "plain":
             read_whole(self.model, Path(resume_from_checkpoint))
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        head = self.diffusion.head
+        head: Any = self.diffusion.head
         if self.engine == "fsdp" and not any(parameter.requires_grad for parameter in head.parameters()):
             # Losses ask the head once a chunk, again in the backward, and processes have different numbers of chunks. A frozen head that
             # gave its weights back in between would be gathered so often by one process and less often by another.
