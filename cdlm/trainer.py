@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
@@ -559,8 +560,8 @@ class CDLMTrainer(Trainer):
         if self.engine == "fsdp" and resume_from_checkpoint is not None and written_by(Path(resume_from_checkpoint)) == "plain":
             read_whole(self.model, Path(resume_from_checkpoint))
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        head: Any = self.diffusion.head
-        if self.engine == "fsdp" and not any(parameter.requires_grad for parameter in head.parameters()):
+        head = self.diffusion.head
+        if isinstance(head, FSDPModule) and not any(parameter.requires_grad for parameter in head.parameters()):
             # Losses ask the head once a chunk, again in the backward, and processes have different numbers of chunks. A frozen head that
             # gave its weights back in between would be gathered so often by one process and less often by another.
             head.set_reshard_after_backward(False, recurse=False)
