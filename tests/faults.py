@@ -8,6 +8,7 @@ into the fork alone: a signal or an error at a certain call, before it, after it
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -148,7 +149,6 @@ class Server:
             **os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf-home"), "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         }  # fmt: skip
-        environment.pop("CDLM_TRACEBACK", None)
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
         )
@@ -320,11 +320,42 @@ def damaged(world: World, out: Path, name: str, change: Callable[[Path], None]) 
     change(out / name)
     before = contents(out)
     ended = world.distill(out)
+    named = Path(name).name if name.endswith("SHA256SUMS") else name  # a file and its checksum differ: which of the two is damaged?
     if ended.status == 0:
-        if name not in ended.out:
+        if named not in ended.out:
             return f"{name} is not named: {ended.out[-400:]}"
         return "" if contents(out) == contents(world.whole) else "it was not made again as it was"
-    return ended.refused(name) or ("" if contents(out) == before else "the refusal changed files")
+    return ended.refused(named) or ("" if contents(out) == before else "the refusal changed files")
+
+
+def all_listed(world: World, out: Path) -> str:
+    """Every file of a run is damaged in some case, but for the card, which is its owner's to change."""
+    kinds = {re.sub(r"shard-\d+", "shard-00001", name) for name in contents(world.whole)}
+    return f"no case damages {sorted(left)}" if (left := kinds - {*DAMAGED, "export/README.md"}) else ""
+
+
+def damaged_model(world: World, out: Path, command: str) -> str:
+    """One flipped bit in weights that have checksums: every command that would read them refuses them by name."""
+    from cdlm import files
+
+    shutil.copytree(world.recipe.parent, out)
+    files.seal(out / "teacher")
+    flip(out / "teacher" / "model.safetensors")
+    before = contents(out)
+    words = {
+        "distill": ["distill", "mini.yaml", "--out", "out"], "generate": ["generate", "teacher", "--prompt", "copy:ab"],
+        "convert": ["convert", "teacher", "dst", "--to", "family"], "push": ["push", "teacher", "--repo-id", "a/b", "--dry-run"],
+        "eval": ["eval", "teacher", "--tasks", "small_world", "--limit", "1"],
+    }[command]  # fmt: skip
+    wrong = world.server.run(*words, folder=out).refused("teacher/model.safetensors", "SHA256SUMS says")
+    return wrong or ("" if contents(out) == before else "the refusal changed files")
+
+
+def damaged_comparison(world: World, out: Path, name: str) -> str:
+    """A run with one flipped bit in what compare reads is not compared."""
+    shutil.copytree(world.whole, out)
+    flip(out / name)
+    return world.server.run("compare", world.whole, out).refused(str(out / name))
 
 
 def damaged_checkpoint(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
@@ -336,7 +367,8 @@ def damaged_checkpoint(world: World, out: Path, name: str, change: Callable[[Pat
         return f"no {place}: status {ended.status}, {ended.err[-300:]}"
     change(place)
     again = world.distill(out)
-    if again.status or f"checkpoint-2/{name}" not in again.out:
+    named = f"checkpoint-2/{name}" if name != "SHA256SUMS" else "SHA256SUMS"  # as of a run
+    if again.status or named not in again.out or "That checkpoint is not used" not in again.out:
         return f"status {again.status}, {again.lines}, {name} named: {name in again.out}"
     return same_run(out, world.whole)
 
@@ -365,6 +397,11 @@ for _change in (flip, truncate):
         CASES[f"damage / {_change.__name__} / checkpoint {_name}"] = (
             lambda world, out, name=_name, change=_change: damaged_checkpoint(world, out, name, change)
         )  # fmt: skip
+CASES["damage / every file is in a case"] = all_listed
+for _name in ("distill", "generate", "convert", "push", "eval"):
+    CASES[f"damage / weights that {_name} would read"] = lambda world, out, name=_name: damaged_model(world, out, name)
+for _name in ("report.json", "samples.jsonl", "report.sha256"):
+    CASES[f"damage / compare with another {_name}"] = lambda world, out, name=_name: damaged_comparison(world, out, name)
 for _name in ("trajectories", "student", "export", "."):
     CASES[f"damage / no checksums / {_name}"] = lambda world, out, name=_name: without_checksums(world, out, name)
 
@@ -654,8 +691,12 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+OF_THE_PARSER = ("no command", "an unknown command", "an unknown flag", "a flag without its value", "text for a flag's number")
+
+
 def bad(world: World, out: Path, name: str) -> str:
-    """Status 2, one sentence that names value and allowed set, no traceback, nothing written; with --debug the traceback too."""
+    """Status 2, one sentence that names value and allowed set, no traceback, nothing written; the same below a traceback with --debug,
+    but for what the parser of command lines itself refuses."""
     prepare, named = BAD[name]
     shutil.copytree(world.recipe.parent, out)
     arguments = prepare(out)
@@ -667,6 +708,11 @@ def bad(world: World, out: Path, name: str) -> str:
         return f"it wrote {sorted(set(contents(out)) ^ set(before))}"
     if (out / "out").exists():
         return "it made the folder out"
+    if name in OF_THE_PARSER:
+        return ""
+    again = world.server.run("--debug", *arguments, folder=out)
+    if again.status != 2 or "Traceback" not in again.err or again.lines[-1] != ended.lines[0]:
+        return f"with --debug: status {again.status}: {again.err[-400:]}"
     return ""
 
 
@@ -828,6 +874,15 @@ def control_characters(world: World, out: Path) -> str:
     return ""
 
 
+def special_text(world: World, out: Path) -> str:
+    """Text of a special token in a prompt is text (of which the small world's tokenizer lacks a character), a token only where asked."""
+    asked = ["generate", world.recipe.parent / "teacher", "--prompt", "copy:a<|mask|>b", "--max-new-tokens", "8"]
+    if wrong := world.server.run(*asked).refused("does not know: '|'"):
+        return wrong
+    ended = world.server.run(*asked, "--special-tokens")
+    return f"status {ended.status}: {ended.lines}" if ended.status else ""
+
+
 SECRET = "hf_" + "Qw7" * 12
 
 
@@ -862,6 +917,7 @@ for _name, _values in {
     CASES[f"hostile / a path outside in {_name}"] = lambda world, out, values=_values: outside(world, out, *values)
 CASES["hostile / names that are HTML and Markdown"] = escaped
 CASES["hostile / a model that writes control characters"] = control_characters
+CASES["hostile / text of special tokens in a prompt"] = special_text
 CASES["hostile / secrets of the environment"] = secrets
 
 
@@ -901,10 +957,30 @@ def endless_loss(world: World, out: Path) -> str:
     """A loss that is no number stops training with one line that names the step, the samples and the last good checkpoint."""
     world.start(out, "c")
     growing = ("train.learning_rate=1e3", "train.steps=400", "train.max_grad_norm=1e9", "train.weight_decay=1e6", "train.save_steps=5")
-    return world.distill(out, *growing, "train.scheduler=constant", "train.warmup=0").refused("step ", "The last good checkpoint: ")
+    ended = world.distill(out, *growing, "train.scheduler=constant", "train.warmup=0")
+    return ended.refused("step ", "samples: trajectory ", f"The last good checkpoint: {out / 'checkpoints' / 'checkpoint-'}")
+
+
+def _overflow(tensors: dict[str, Any]) -> None:
+    tensors["lm_head.weight"] *= 1e38
+
+
+def endless_logits(world: World, out: Path, command: str) -> str:
+    """Weights that are finite, and logits that are not: one line that names the step and the question."""
+    shutil.copytree(world.recipe.parent, out)
+    edit_tensor(out / "teacher" / "model.safetensors", _overflow)
+    if command == "distill":
+        words, named = ["distill", "mini.yaml", "--out", "out", *small()], "collect: of trajectory 0 (question "
+    elif command == "eval":
+        words, named = ["eval", "teacher", "--tasks", "small_world", "--limit", "1"], "eval: task small_world, document 0: "
+    else:
+        words, named = ["generate", "teacher", "--prompt", "copy:ab"], "of row 0"
+    return world.server.run(*words, folder=out).refused(named, "a logit is not finite", "step 0")
 
 
 CASES["numbers / a loss that grows without end"] = endless_loss
+for _name in ("distill", "generate", "eval"):
+    CASES[f"numbers / logits that overflow, {_name}"] = lambda world, out, name=_name: endless_logits(world, out, name)
 
 
 # ---- chance ----------------------------------------------------------------------------------------------------------

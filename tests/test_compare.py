@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cdlm import cli
+from cdlm import cli, files
 from cdlm.evaluate import compare
 
 
@@ -111,6 +111,24 @@ def test_what_is_no_run_is_refused(runs, tmp_path):
     (runs[1] / "samples.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no result"):
         compare.read(runs[1])
+
+
+@pytest.mark.parametrize("damage", ["report.json", "samples.jsonl", "report.sha256"])
+def test_a_damaged_run_is_refused_by_name(runs, capsys, damage):
+    """One flipped bit that leaves every file readable; files that compare does not read may be the owner's."""
+    names = {name: runs[1] / name for name in ("report.json", "samples.jsonl", "report.md")}
+    (runs[1] / "report.md").write_text("# a report\n")
+    files.write_sums(runs[1] / "report.sha256", names)
+    (runs[1] / "report.md").write_text("# my words\n")
+    assert cli.main(["compare", str(runs[0]), str(runs[1])]) == 0
+    capsys.readouterr()
+    content = (runs[1] / damage).read_bytes()
+    changed = content.replace(b'"steps": 2', b'"steps": 3', 1).replace(b"another", b"anothes").replace(b"  report.json", b" !report.json")
+    assert changed != content
+    (runs[1] / damage).write_bytes(changed)
+    assert cli.main(["compare", str(runs[0]), str(runs[1])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cdlm: error: {runs[1] / damage} is ")
 
 
 def test_runs_without_a_method_in_common(runs, tmp_path):

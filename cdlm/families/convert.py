@@ -193,6 +193,7 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType],
         raise ValueError(f"{target} exists; convert writes a new folder")
     if not source.is_dir():
         raise ValueError(f"{source} is no folder here; convert works on local folders")
+    disk.require_sound_weights(source)
     config = read_config(source)
     with disk.replacing_folder(target) as partial:
         if to == "family":
