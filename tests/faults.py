@@ -2,7 +2,8 @@
 status 1 when one failed. NAME: only the groups of these names. tests/test_faults.py runs a part of the same cases.
 
 A server process imports everything once and forks for each command, so that a case costs what the command itself costs. A fault is put
-into the fork alone: a signal or an error at a certain call, before it, after it, or with half of a file written.
+into the fork alone: a signal or an error at a certain call, before it, after it, or with half of a file written, or a result that is no
+number.
 """
 
 import contextlib
@@ -66,6 +67,8 @@ def _inject(fault: dict[str, Any]) -> None:
             strike()
             return real(*args, **kwargs)
         result = real(*args, **kwargs)
+        if fault["when"] == "no number":
+            return result * float("nan")
         if fault["when"] == "half":
             file = next(Path(value) for value in named if Path(value).is_file())
             os.truncate(file, file.stat().st_size // 2)
@@ -139,6 +142,11 @@ class Ended:
         if self.status != 2 or len(self.lines) != 1 or not self.lines[0].startswith("cdlm: error: "):
             return f"status {self.status}, {len(self.lines)} lines: {' | '.join(self.lines)[-600:]}"
         return "".join(f"{text!r} is not in: {self.lines[0]}" for text in named if text not in self.lines[0])
+
+
+    def behind_remarks(self) -> "Ended":
+        """With the last line alone, of `cdlm eval`: the harness makes remarks of its own before."""
+        return Ended(self.status, self.out, "\n".join(self.lines[-1:]))
 
 
 class Server:
@@ -308,9 +316,11 @@ def truncate(path: Path) -> None:
 DAMAGED = (
     "trajectories/shard-00001.safetensors", "trajectories/shard-00001.parquet", "trajectories/shard-00001.sha256",
     "trajectories/SHA256SUMS", "trajectories/manifest.json", "trajectories/collection.json", "student/model.safetensors",
-    "student/config.json", "student/tokenizer.json", "student/request.json", "student/SHA256SUMS", "report.json", "report.md",
+    "student/config.json", "student/generation_config.json", "student/tokenizer.json", "student/tokenizer_config.json",
+    "student/chat_template.jinja", "student/request.json", "student/SHA256SUMS", "report.json", "report.md",
     "report.html", "pareto.png", "samples.jsonl", "log.jsonl", "report.sha256", "evaluate.request.json", "export.request.json",
-    "export/model.safetensors", "export/config.json", "export/custom_generate/generate.py", "export/SHA256SUMS",
+    "export/model.safetensors", "export/config.json", "export/generation_config.json", "export/tokenizer.json",
+    "export/tokenizer_config.json", "export/chat_template.jinja", "export/custom_generate/generate.py", "export/SHA256SUMS",
 )  # fmt: skip
 
 
@@ -334,6 +344,10 @@ def all_listed(world: World, out: Path) -> str:
     return f"no case damages {sorted(left)}" if (left := kinds - {*DAMAGED, "export/README.md"}) else ""
 
 
+def eval_words(model: object) -> list[object]:
+    return ["eval", model, "--tasks", "small_world", "--limit", "1"]
+
+
 def damaged_model(world: World, out: Path, command: str) -> str:
     """One flipped bit in weights that have checksums: every command that would read them refuses them by name."""
     from cdlm import files
@@ -345,9 +359,9 @@ def damaged_model(world: World, out: Path, command: str) -> str:
     words = {
         "distill": ["distill", "mini.yaml", "--out", "out"], "generate": ["generate", "teacher", "--prompt", "copy:ab"],
         "convert": ["convert", "teacher", "dst", "--to", "family"], "push": ["push", "teacher", "--repo-id", "a/b", "--dry-run"],
-        "eval": ["eval", "teacher", "--tasks", "small_world", "--limit", "1"],
+        "eval": eval_words("teacher"),
     }[command]  # fmt: skip
-    wrong = world.server.run(*words, folder=out).refused("teacher/model.safetensors", "SHA256SUMS says")
+    wrong = world.server.run(*words, folder=out).behind_remarks().refused("teacher/model.safetensors", "SHA256SUMS says")
     return wrong or ("" if contents(out) == before else "the refusal changed files")
 
 
@@ -546,6 +560,10 @@ def _nan(tensors: dict[str, Any]) -> None:
     tensors["lm_head.weight"][3, 4] = float("nan")
 
 
+def _overflow(tensors: dict[str, Any]) -> None:
+    tensors["lm_head.weight"] *= 1e38
+
+
 def _drop(tensors: dict[str, Any]) -> None:
     tensors.pop("lm_head.weight")
 
@@ -593,6 +611,7 @@ ROW = '{"task": "copy", "prompt": "copy:ab", "answer": "ab"}\n'
 IN_TEST = (  # those that no other test file has
     "a huge budget", "a key that a schedule does not take", "a date where there is none", "a bomb of anchors", "a nest without an end",
     "a recipe in another encoding", "no heads", "weights that are cut", "NaN in the weights", "a missing tensor",
+    "weights whose logits overflow",
     "an index that leaves the folder", "an index that is a list", "a chat template that is broken", "half a surrogate",
     "a parquet file that is none", "an unknown command", "text for a flag's number", "a file as --out",
 )  # fmt: skip
@@ -638,6 +657,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "weights that are cut": (_teacher(lambda m: truncate(m / "model.safetensors")), ("model.safetensors",)),
     "weights that are empty": (_teacher(lambda m: (m / "model.safetensors").write_bytes(b"")), ("model.safetensors",)),
     "NaN in the weights": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _nan)), ("lm_head.weight", "NaN")),
+    "weights whose logits overflow": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _overflow)), ("teacher", "logits")),
     "a missing tensor": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _drop)), ("lm_head.weight",)),
     "a tensor of another shape": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _cut)), ("lm_head.weight", "(57, 32)")),
     "an index that leaves the folder": (
@@ -953,34 +973,44 @@ CASES["determinism / another batch size"] = batch_size
 # ---- numbers that are none -------------------------------------------------------------------------------------------
 
 
-def endless_loss(world: World, out: Path) -> str:
-    """A loss that is no number stops training with one line that names the step, the samples and the last good checkpoint."""
+def loss_that_is_none(world: World, out: Path) -> str:
+    """A loss that is no number: one line names the step, the samples and the last good checkpoint, from which the same command goes on."""
     world.start(out, "c")
-    growing = ("train.learning_rate=1e3", "train.steps=400", "train.max_grad_norm=1e9", "train.weight_decay=1e6", "train.save_steps=5")
+    ended = world.distill(out, fault={"function": "cdlm.losses:consistency_from_hidden", "number": 2, "when": "no number"})
+    wrong = ended.refused(
+        "the consistency loss is nan", ": step 2, samples: trajectory ", f"The last good checkpoint: {out / 'checkpoints' / 'checkpoint-1'}"
+    )
+    if wrong:
+        return wrong
+    again = world.distill(out)
+    return f"{again.lines}" if again.status else same_run(out, world.whole)
+
+
+def endless_loss(world: World, out: Path) -> str:
+    """Weights that grow without end are no checkpoint: one line names the step and the last good one."""
+    world.start(out, "c")
+    growing = ("train.learning_rate=1e3", "train.steps=400", "train.max_grad_norm=1e9", "train.weight_decay=1e6")
     ended = world.distill(out, *growing, "train.scheduler=constant", "train.warmup=0")
-    return ended.refused("step ", "samples: trajectory ", f"The last good checkpoint: {out / 'checkpoints' / 'checkpoint-'}")
+    return ended.refused(" is no longer finite: step 2;", f"The last good checkpoint: {out / 'checkpoints' / 'checkpoint-'}")
 
 
-def _overflow(tensors: dict[str, Any]) -> None:
-    tensors["lm_head.weight"] *= 1e38
+def no_logits(world: World, out: Path, command: str) -> str:
+    """Logits that are no numbers from the second forward on: one line that names the step and the question."""
+    world.start(out, "ct" if command == "evaluate" else "")
+    words, named = {
+        "collect": (["distill", world.recipe, "--out", out, *small()], "collect: of trajectory 0 (question "),
+        "evaluate": (["distill", world.recipe, "--out", out, *small()], "evaluate: student(0.5), question "),
+        "eval": (eval_words(world.recipe.parent / "teacher"), "eval: task small_world, document 0: "),
+        "generate": (["generate", world.recipe.parent / "teacher", "--prompt", "copy:ab", "--max-new-tokens", "8"], "of row 0"),
+    }[command]
+    ended = world.server.run(*words, fault={"function": "cdlm.families.base:DiffusionLM._align", "number": 2, "when": "no number"})
+    return ended.behind_remarks().refused(named, "a logit is not finite in block 0, step 1 of row 0")
 
 
-def endless_logits(world: World, out: Path, command: str) -> str:
-    """Weights that are finite, and logits that are not: one line that names the step and the question."""
-    shutil.copytree(world.recipe.parent, out)
-    edit_tensor(out / "teacher" / "model.safetensors", _overflow)
-    if command == "distill":
-        words, named = ["distill", "mini.yaml", "--out", "out", *small()], "collect: of trajectory 0 (question "
-    elif command == "eval":
-        words, named = ["eval", "teacher", "--tasks", "small_world", "--limit", "1"], "eval: task small_world, document 0: "
-    else:
-        words, named = ["generate", "teacher", "--prompt", "copy:ab"], "of row 0"
-    return world.server.run(*words, folder=out).refused(named, "a logit is not finite", "step 0")
-
-
-CASES["numbers / a loss that grows without end"] = endless_loss
-for _name in ("distill", "generate", "eval"):
-    CASES[f"numbers / logits that overflow, {_name}"] = lambda world, out, name=_name: endless_logits(world, out, name)
+CASES["numbers / a loss that is none"] = loss_that_is_none
+CASES["numbers / weights that grow without end"] = endless_loss
+for _name in ("collect", "evaluate", "eval", "generate"):
+    CASES[f"numbers / logits that are none, {_name}"] = lambda world, out, name=_name: no_logits(world, out, name)
 
 
 # ---- chance ----------------------------------------------------------------------------------------------------------

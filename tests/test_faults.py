@@ -18,7 +18,7 @@ QUICK = [
     "damage / weights that distill would read",
     "damage / weights that convert would read",
     "damage / compare with another samples.jsonl",
-    "numbers / logits that overflow, distill",
+    "numbers / logits that are none, evaluate",
     "lock / a second run",
     "disk / a limit, in a checkpoint",
     "disk / disk full at the report",
