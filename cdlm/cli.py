@@ -518,8 +518,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     a, b = compare.read(args.a), compare.read(args.b)
     entries = compare.compare(a, b)
-    print(report.markdown_table(compare.table(entries), compare.COLUMNS))
-    print("\n".join(compare.remarks(a, b, entries)))
+    _say("\n".join([report.markdown_table(compare.table(entries), compare.COLUMNS), *compare.remarks(a, b, entries)]))
     if args.json is not None:
         plain = [
             {**entry, "points": asdict(entry["points"]), "faster": None if entry["faster"] is None else asdict(entry["faster"])}
