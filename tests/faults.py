@@ -1015,23 +1015,25 @@ for _name in ("collect", "evaluate", "eval", "generate"):
 
 # ---- chance ----------------------------------------------------------------------------------------------------------
 
-RANDOM = 5_000  # cases of each kind
+EACH, PARTS = 500, 10  # 5,000 random cases of each kind, in parts with seeds of their own
 
 
-def random_recipes(world: World, out: Path) -> str:
+def random_recipes(world: World, out: Path, part: int) -> str:
     import fuzz
 
-    return "" if fuzz.recipes(RANDOM) else "no random recipe was taken"
+    return "" if fuzz.recipes(EACH, part) else "no random recipe was taken"
 
 
-def random_decodings(world: World, out: Path) -> str:
+def random_decodings(world: World, out: Path, part: int) -> str:
     import fuzz
 
-    return "" if fuzz.decodings(RANDOM) else "no random decoding ran"
+    return "" if fuzz.decodings(EACH, part) else "no random decoding ran"
 
 
-CASES[f"random / {RANDOM} recipes"] = random_recipes
-CASES[f"random / {RANDOM} decodings"] = random_decodings
+for _part in range(PARTS):
+    CASES[f"random / {EACH} recipes, seed {_part}"] = lambda world, out, part=_part: random_recipes(world, out, part)
+for _part in range(PARTS):
+    CASES[f"random / {EACH} decodings, seed {_part}"] = lambda world, out, part=_part: random_decodings(world, out, part)
 
 
 def groups() -> list[str]:
