@@ -366,8 +366,12 @@ def damaged_model(world: World, out: Path, command: str) -> str:
 
 
 def damaged_comparison(world: World, out: Path, name: str) -> str:
-    """A run with one flipped bit in what compare reads is not compared."""
+    """A run with one flipped bit in what compare reads, or in its checksum, is not compared."""
     shutil.copytree(world.whole, out)
+    if name == "report.sha256":
+        *lines, last = (out / name).read_text().splitlines(keepends=True)  # the last one is of samples.jsonl
+        (out / name).write_text("".join(lines) + ("1" if last[0] == "0" else "0") + last[1:])
+        return world.server.run("compare", world.whole, out).refused(str(out / "samples.jsonl"), name)
     flip(out / name)
     return world.server.run("compare", world.whole, out).refused(str(out / name))
 
