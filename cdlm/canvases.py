@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cdlm import data, trajectories, unmask
-from cdlm.decode import DecodeConfig, NotFinite, Step, decode
-from cdlm.families.base import DiffusionLM
+from cdlm.decode import DecodeConfig, Step, decode
+from cdlm.families.base import DiffusionLM, NotFinite
 from cdlm.processes import ALONE, Processes
 
 SCHEMA = {

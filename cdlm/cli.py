@@ -219,8 +219,6 @@ def _main(arguments: list[str] | None) -> int:
             return own[args.command](args)
         return _stages(args)
     except (ValueError, OSError, FloatingPointError, SafetensorError) as error:
-        if os.environ.get("CDLM_TRACEBACK"):
-            raise
         if args.debug:
             print(terminal.line(traceback.format_exc().rstrip()), file=sys.stderr)
         print(f"cdlm: error: {terminal.line(' '.join(str(error).split()))}", file=sys.stderr)
@@ -520,8 +518,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     a, b = compare.read(args.a), compare.read(args.b)
     entries = compare.compare(a, b)
-    print(report.markdown_table(compare.table(entries), compare.COLUMNS))
-    print("\n".join(compare.remarks(a, b, entries)))
+    _say("\n".join([report.markdown_table(compare.table(entries), compare.COLUMNS), *compare.remarks(a, b, entries)]))
     if args.json is not None:
         plain = [
             {**entry, "points": asdict(entry["points"]), "faster": None if entry["faster"] is None else asdict(entry["faster"])}
@@ -637,7 +634,6 @@ def _generate(args: argparse.Namespace) -> int:
     _check_device(args.device)
     _quiet()
     config = families.read_config(args.model)
-    files.require_sound_weights(Path(args.model))
     model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)
     tokenizer = families.load_tokenizer(args.model, model.facts)
     if not 0 <= args.seed < 2**63:

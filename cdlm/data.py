@@ -242,17 +242,35 @@ def prompt_ids(tokenizer, prompt: str, *, chat_template: bool, special_tokens: b
 
     if not plain:
         return tokenizer(rendered(prompt), add_special_tokens=False)["input_ids"]
-    whole, (before, found, behind) = rendered(prompt), rendered(PLACE).partition(PLACE)
-    if not found or not whole.startswith(before) or not whole.endswith(behind):
-        raise ValueError(
-            f"the prompt {prompt[:60]!r} holds the text of a special token, and the chat template changes what it wraps, so the two can't "
-            "be told apart; take it out, or read it as the token (data.special_tokens, --special-tokens)"
-        )
-    asked = whole[len(before) : len(whole) - len(behind)]
-    return text_ids(tokenizer, before, special_tokens=True) + text_ids(tokenizer, asked) + text_ids(tokenizer, behind, special_tokens=True)
+    parts = chat_parts([prompt], lambda contents: rendered(contents[0]), "data.special_tokens, --special-tokens")
+    return [token for text, own in parts for token in text_ids(tokenizer, text, special_tokens=own)]
 
 
-PLACE = "where the prompt of the user stands"
+def chat_parts(contents: Sequence[str], rendered: Callable[[list[str]], str], how: str) -> list[tuple[str, bool]]:
+    """A templated chat in its parts, in order: (text, whether it is the template's own and not of a turn).
+
+    rendered: the chat's text from the text of its turns, `contents`. A ValueError where the template changes a turn by more than white
+    space at its ends; how: what then reads special tokens in all of it.
+    """
+    places = [f"where the text of turn {number} stands" for number in range(len(contents))]
+    frame, rest = rendered(places), rendered(list(contents))
+    parts: list[tuple[str, bool]] = []
+    for number, (place, content) in enumerate(zip(places, contents, strict=True)):
+        before, found, frame = frame.partition(place)
+        behind, more, _ = frame.partition(places[number + 1]) if number + 1 < len(places) else (frame, "", "")
+        rest, fits = rest[len(before) :], bool(found) and rest.startswith(before)
+        texts = [content, content.lstrip(), content.rstrip(), content.strip()]
+        texts = [text for text in texts if fits and (rest == text + behind or (more and rest.startswith(text + behind)))]
+        if not texts:
+            raise ValueError(
+                f"the prompt {content[:60]!r} stands in a chat that holds the text of a special token, and the chat template changes what "
+                f"it wraps, so the two can't be told apart; take it out, or read it as the token ({how})"
+            )
+        parts += [(before, True), (texts[0], False)]
+        rest = rest[len(texts[0]) :]
+    return [*parts, (rest, True)]
+
+
 LONG_PROMPTS, LONG_ANSWERS = ("error", "drop"), ("error", "cut", "drop")
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cdlm import unmask
-from cdlm.families.base import DiffusionLM, Facts, Seen
+from cdlm.families.base import DiffusionLM, Facts, NotFinite, Seen
 from cdlm.noise import Draws
 
 ORDERS = ("confidence", "entropy", "margin", "sequential")
@@ -234,15 +234,6 @@ class Step:
     ids_AS: Tensor
     output_AS: Tensor
     seen: Seen | None
-
-
-class NotFinite(FloatingPointError):
-    """A logit that is no number. rows: the rows of the batch that hold one."""
-
-    def __init__(self, rows: list[int], block: int, step: int):
-        self.rows = rows
-        some = f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}"
-        super().__init__(f"a logit is not finite in block {block}, step {step} of {some}: the model or its input is broken")
 
 
 Callback = Callable[[Step], None]
@@ -597,7 +588,7 @@ class _Redecide:
         if not math.isfinite(float(probability_ASV.sum())):
             broken = (~probability_ASV.isfinite()).flatten(1).any(dim=1).tolist()
             computed = self.rows if isinstance(place, slice) else [self.rows[i] for i in still]
-            raise NotFinite([row for row, bad in zip(computed, broken, strict=True) if bad], self.block, step)
+            raise NotFinite([row for row, bad in zip(computed, broken, strict=True) if bad], step, self.block)
         drawing = list(range(len(self.rows))) if self.together else still
         token_AS, noise_AS = self.ids_AS.clone(), self.ids_AS.clone()
         token_AS[drawing] = self.draws.choice(probability_ASV[drawing], [self.rows[i] for i in drawing])
@@ -732,7 +723,7 @@ def decode(
             if not math.isfinite(total):
                 computed = rows if isinstance(place, slice) else [rows[i] for i in still]
                 broken = (~taken.confidence_AS.isfinite()).any(dim=1).tolist()
-                raise NotFinite([row for row, bad in zip(computed, broken, strict=True) if bad], block, step)
+                raise NotFinite([row for row, bad in zip(computed, broken, strict=True) if bad], step, block)
             still = [i for i, count in enumerate(left) if count]
             step += 1
         block_AS = sampler.output_AS

@@ -185,7 +185,7 @@ def faults(file: Path, ending: str = "") -> dict[str, str]:
     try:
         stated = read_sums(file)
     except (ValueError, OSError) as error:
-        return {str(file): str(error)}
+        return {str(file): str(error).removeprefix(f"{file} is ")}
     wrong = {}
     for name, digest in stated.items():
         path = file.parent / name
@@ -194,8 +194,14 @@ def faults(file: Path, ending: str = "") -> dict[str, str]:
         if not path.is_file():
             wrong[str(path)] = "missing"
         elif (now := sha256(path)) != digest:
-            wrong[str(path)] = f"not what was written: its sha256 is {now[:12]}..., {file.name} says {digest[:12]}..."
+            wrong[str(path)] = _differs(now, digest, file)
     return wrong
+
+
+def _differs(now: str, stated: str, file: Path) -> str:
+    """Two checksums in words: twelve digits, or as many as tell them apart, for it may be the checksum that is damaged."""
+    shown = next(digits for digits in range(12, 65) if now[:digits] != stated[:digits])
+    return f"not what was written: its sha256 is {now[:shown]}..., {file.name} says {stated[:shown]}..."
 
 
 def require_as_written(path: Path, sums: Path) -> None:
@@ -204,8 +210,8 @@ def require_as_written(path: Path, sums: Path) -> None:
     with contextlib.suppress(ValueError, OSError):
         stated = read_sums(sums)
     digest = stated.get(path.name) if path.parent == sums.parent else None
-    if digest not in (None, now := sha256(path)):
-        raise ValueError(f"{path} is not what was written: its sha256 is {now[:12]}..., {sums.name} says {str(digest)[:12]}...")
+    if digest is not None and digest != (now := sha256(path)):
+        raise ValueError(f"{path} is {_differs(now, digest, sums)}")
 
 
 def seal(folder: Path) -> None:

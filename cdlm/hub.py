@@ -91,7 +91,8 @@ def save_adapter(
     source: Path, tokenizer: Any, folder: Path, *, base_model: str | None, family: str, facts: Facts, max_new_tokens: int,
     decoding: dict[str, Any], card: str, eval_results: str | None = None, with_decoder: bool = True,
 ) -> None:
-    """An adapter as a folder that others can use: PEFT's two files, facts.json, the tokenizer and a card.
+    """An adapter as a folder that others can use: PEFT's two files, facts.json, the tokenizer and a card, with checksums of all but the
+    card.
 
     source: what PEFT saved. Its adapter_config.json names the folder that the base was read from; base_model takes that place, and
     null when there is none, which `pack` refuses.
@@ -107,6 +108,7 @@ def save_adapter(
     (folder / adapters.FACTS).write_text(json.dumps(stated, indent=2) + "\n")
     tokenizer.save_pretrained(folder)
     _finish(folder, card, eval_results, with_decoder)
+    disk.seal(folder)
 
 
 def eval_results_yaml(

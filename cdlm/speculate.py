@@ -38,7 +38,7 @@ from torch import Tensor
 
 from cdlm import masks
 from cdlm.cache import BlockCache
-from cdlm.families.base import DiffusionLM
+from cdlm.families.base import DiffusionLM, NotFinite
 
 RULES = ("greedy", "lossless", "mix")
 LAYOUTS = ("parallel", "linear")
@@ -422,7 +422,7 @@ def speculate(
     seeds: one a row, for the rule lossless. adapter: makes a context in which an adapter is active: that of the linear layout's
         drafting forward, which keeps nothing then.
     Rows of a batch may accept different numbers of drafts; a row that is done is dropped. One wait for the device a step.
-    Raises FloatingPointError, with the step, when a logit is not finite, be it a token's or a mask's.
+    Raises NotFinite, with rows and step, when a logit is not finite, be it a token's or a mask's.
     """
     if config.rule == "lossless" and (seeds is None or len(seeds) != prompt_BP.shape[0]):
         raise ValueError(f"rule lossless samples: give one seed for each of the {prompt_BP.shape[0]} rows")
@@ -461,7 +461,7 @@ def speculate(
     row_BD, block_BKD = source.prefill(prompt_BP, valid_BP)
     logits_A1V, mask_logits_AKV = model.head(row_BD[:, None]), model.head(block_BKD)
     first_A = rule.first(logits_A1V, mask_logits_AKV)
-    finite = logits_A1V.isfinite().all() & mask_logits_AKV.isfinite().all()
+    finite_A = _finite(logits_A1V) & _finite(mask_logits_AKV)
     new_AK, new_count_A = first_A[:, None], torch.ones_like(first_A)
     step = 0
     while True:
@@ -470,9 +470,9 @@ def speculate(
         if callback is not None:
             callback(Verified(step, row_A, new_AK, new_count_A))
         # The one wait for the device in a step: how many drafts stood, is there an end token, and were all logits finite?
-        counts, ended, is_finite = torch.stack([new_count_A, ended_A.long(), finite.long().expand_as(new_count_A)]).tolist()
-        if not is_finite[0]:
-            raise FloatingPointError(f"a logit is not finite in step {step}: the model or its input is broken")
+        counts, ended, finite = torch.stack([new_count_A, ended_A.long(), finite_A.long()]).tolist()
+        if not all(finite):
+            raise NotFinite([row for row, sound in zip(rows, finite, strict=True) if not sound], step)
         place_AK = torch.tensor([known[row] for row in rows], device=device)[:, None] + torch.arange(new_AK.shape[1], device=device)
         out_BM[row_A[:, None], place_AK] = new_AK
         for row, count in zip(rows, counts, strict=True):
@@ -500,9 +500,9 @@ def speculate(
             marginal_AKD = source.marginals()
             marginal_AKV = mask_logits_AKV if marginal_AKD is hidden_AKD else model.head(marginal_AKD)
         count_A, first_A = rule.stand(logits_AKV, draft_AK, marginal_AKV)
-        finite = logits_AKV.isfinite().all() & mask_logits_AKV.isfinite().all()
+        finite_A = _finite(logits_AKV) & _finite(mask_logits_AKV)
         if marginal_AKV is not None:
-            finite = finite & marginal_AKV.isfinite().all()
+            finite_A = finite_A & _finite(marginal_AKV)
         ahead = torch.arange(drafts, device=device)
         new_AK = torch.where(ahead == count_A[:, None] - 1, first_A[:, None], draft_AK.roll(-1, dims=1))
         new_count_A = count_A
@@ -512,6 +512,11 @@ def speculate(
             queries[row] += source.queries
 
     return _trim(out_BM, known, steps, forwards, queries, accepted, budget, facts.eos_token_ids, facts.pad_token_id)
+
+
+def _finite(logits_AKV: Tensor) -> Tensor:
+    """Of each row, whether all its logits are finite: [A]."""
+    return logits_AKV.isfinite().flatten(1).all(dim=1)
 
 
 def _trim(

@@ -264,8 +264,10 @@ class Run:
             self._other("draft_model", r.family)
         model = convert.skeleton(self._stock(config, place))
         self._check_objective(model.config)
-        if r.scratch is None and everything and isinstance(place, Path) and (place / "config.json").is_file():
-            checkpoint.Files(place)  # weights that can't be read are refused now
+        if r.scratch is None and everything and isinstance(place, Path):  # weights that are damaged or can't be read are refused now
+            files.require_sound_weights(place)
+            if (place / "config.json").is_file():
+                checkpoint.Files(place)
         if r.trajectories is not None:
             self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
         filled = r.decode.max_new_tokens if facts is None else slots(facts, r.decode.max_new_tokens, r.decode.block_length)

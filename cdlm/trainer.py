@@ -32,6 +32,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rota
 from cdlm import data, files, losses, masks, noise
 from cdlm.families.base import DiffusionLM, Seen
 
+# What torch.save's RuntimeError says where a file can't be written (a full disk, no permission): its zip writer, C++ streams, plain writes.
+WRITER_FAILED = ("inline_container.cc", "PytorchStreamWriter", "iostream error", "write(): fd")
+
 
 @dataclass
 class CDLMConfig(TrainingArguments):
@@ -543,7 +546,9 @@ class CDLMTrainer(Trainer):
         try:
             with files.names_path(folder):
                 super()._save_checkpoint(model, trial)
-        except RuntimeError as error:  # torch's own writer says so when a disk is full
+        except RuntimeError as error:
+            if not any(text in str(error) for text in WRITER_FAILED):
+                raise
             raise files.NotWritten(f"{folder} can't be written: {' '.join(str(error).split())}") from error
         finally:
             self.args.save_total_limit = limit

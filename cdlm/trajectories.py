@@ -43,8 +43,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cdlm import data, files
-from cdlm.decode import DecodeConfig, NotFinite, Step, decode, slots
-from cdlm.families.base import DiffusionLM, Facts
+from cdlm.decode import DecodeConfig, Step, decode, slots
+from cdlm.families.base import DiffusionLM, Facts, NotFinite
 from cdlm.families.decoder import read_json
 from cdlm.processes import ALONE, Processes
 

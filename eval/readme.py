@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cdlm import bench
+from cdlm import bench, files
 from cdlm.evaluate import growth, overhead, report, speculation
 
 ROOT = Path(__file__).parent.parent
@@ -70,6 +70,8 @@ def main(arguments: list[str]) -> int:
         place = f"{folder.parent.name}-bench" if folder.name == "bench" else folder.name
         if place not in PLACES:
             raise SystemExit(f"README.md has no place for {place}; it has for {', '.join(PLACES)}")
+        if (folder / report.SUMS).is_file():
+            files.require_sound(folder / report.SUMS, str(folder / "report.json"))
         (RESULTS / place).mkdir(parents=True, exist_ok=True)
         for name in FILES:
             shutil.copyfile(folder / name, RESULTS / place / name)

@@ -2,12 +2,14 @@
 status 1 when one failed. NAME: only the groups of these names. tests/test_faults.py runs a part of the same cases.
 
 A server process imports everything once and forks for each command, so that a case costs what the command itself costs. A fault is put
-into the fork alone: a signal or an error at a certain call, before it, after it, or with half of a file written.
+into the fork alone: a signal or an error at a certain call, before it, after it, or with half of a file written, or a result that is no
+number.
 """
 
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -65,6 +67,8 @@ def _inject(fault: dict[str, Any]) -> None:
             strike()
             return real(*args, **kwargs)
         result = real(*args, **kwargs)
+        if fault["when"] == "no number":
+            return result * float("nan")
         if fault["when"] == "half":
             file = next(Path(value) for value in named if Path(value).is_file())
             os.truncate(file, file.stat().st_size // 2)
@@ -140,6 +144,11 @@ class Ended:
         return "".join(f"{text!r} is not in: {self.lines[0]}" for text in named if text not in self.lines[0])
 
 
+    def behind_remarks(self) -> "Ended":
+        """With the last line alone, of `cdlm eval`: the harness makes remarks of its own before."""
+        return Ended(self.status, self.out, "\n".join(self.lines[-1:]))
+
+
 class Server:
     """Runs commands of cdlm in forks of one process."""
 
@@ -148,7 +157,6 @@ class Server:
             **os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf-home"), "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         }  # fmt: skip
-        environment.pop("CDLM_TRACEBACK", None)
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
         )
@@ -308,9 +316,11 @@ def truncate(path: Path) -> None:
 DAMAGED = (
     "trajectories/shard-00001.safetensors", "trajectories/shard-00001.parquet", "trajectories/shard-00001.sha256",
     "trajectories/SHA256SUMS", "trajectories/manifest.json", "trajectories/collection.json", "student/model.safetensors",
-    "student/config.json", "student/tokenizer.json", "student/request.json", "student/SHA256SUMS", "report.json", "report.md",
+    "student/config.json", "student/generation_config.json", "student/tokenizer.json", "student/tokenizer_config.json",
+    "student/chat_template.jinja", "student/request.json", "student/SHA256SUMS", "report.json", "report.md",
     "report.html", "pareto.png", "samples.jsonl", "log.jsonl", "report.sha256", "evaluate.request.json", "export.request.json",
-    "export/model.safetensors", "export/config.json", "export/custom_generate/generate.py", "export/SHA256SUMS",
+    "export/model.safetensors", "export/config.json", "export/generation_config.json", "export/tokenizer.json",
+    "export/tokenizer_config.json", "export/chat_template.jinja", "export/custom_generate/generate.py", "export/SHA256SUMS",
 )  # fmt: skip
 
 
@@ -320,11 +330,50 @@ def damaged(world: World, out: Path, name: str, change: Callable[[Path], None]) 
     change(out / name)
     before = contents(out)
     ended = world.distill(out)
+    named = Path(name).name if name.endswith("SHA256SUMS") else name  # a file and its checksum differ: which of the two is damaged?
     if ended.status == 0:
-        if name not in ended.out:
+        if named not in ended.out:
             return f"{name} is not named: {ended.out[-400:]}"
         return "" if contents(out) == contents(world.whole) else "it was not made again as it was"
-    return ended.refused(name) or ("" if contents(out) == before else "the refusal changed files")
+    return ended.refused(named) or ("" if contents(out) == before else "the refusal changed files")
+
+
+def all_listed(world: World, out: Path) -> str:
+    """Every file of a run is damaged in some case, but for the card, which is its owner's to change."""
+    kinds = {re.sub(r"shard-\d+", "shard-00001", name) for name in contents(world.whole)}
+    return f"no case damages {sorted(left)}" if (left := kinds - {*DAMAGED, "export/README.md"}) else ""
+
+
+def eval_words(model: object) -> list[object]:
+    return ["eval", model, "--tasks", "small_world", "--limit", "1"]
+
+
+def damaged_model(world: World, out: Path, command: str) -> str:
+    """One flipped bit in weights that have checksums: every command that would read them refuses them by name."""
+    from cdlm import files
+
+    shutil.copytree(world.recipe.parent, out)
+    files.seal(out / "teacher")
+    flip(out / "teacher" / "model.safetensors")
+    before = contents(out)
+    words = {
+        "distill": ["distill", "mini.yaml", "--out", "out"], "generate": ["generate", "teacher", "--prompt", "copy:ab"],
+        "convert": ["convert", "teacher", "dst", "--to", "family"], "push": ["push", "teacher", "--repo-id", "a/b", "--dry-run"],
+        "eval": eval_words("teacher"),
+    }[command]  # fmt: skip
+    wrong = world.server.run(*words, folder=out).behind_remarks().refused("teacher/model.safetensors", "SHA256SUMS says")
+    return wrong or ("" if contents(out) == before else "the refusal changed files")
+
+
+def damaged_comparison(world: World, out: Path, name: str) -> str:
+    """A run with one flipped bit in what compare reads, or in its checksum, is not compared."""
+    shutil.copytree(world.whole, out)
+    if name == "report.sha256":
+        *lines, last = (out / name).read_text().splitlines(keepends=True)  # the last one is of samples.jsonl
+        (out / name).write_text("".join(lines) + ("1" if last[0] == "0" else "0") + last[1:])
+        return world.server.run("compare", world.whole, out).refused(str(out / "samples.jsonl"), name)
+    flip(out / name)
+    return world.server.run("compare", world.whole, out).refused(str(out / name))
 
 
 def damaged_checkpoint(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
@@ -336,7 +385,8 @@ def damaged_checkpoint(world: World, out: Path, name: str, change: Callable[[Pat
         return f"no {place}: status {ended.status}, {ended.err[-300:]}"
     change(place)
     again = world.distill(out)
-    if again.status or f"checkpoint-2/{name}" not in again.out:
+    named = f"checkpoint-2/{name}" if name != "SHA256SUMS" else "SHA256SUMS"  # as of a run
+    if again.status or named not in again.out or "That checkpoint is not used" not in again.out:
         return f"status {again.status}, {again.lines}, {name} named: {name in again.out}"
     return same_run(out, world.whole)
 
@@ -365,6 +415,11 @@ for _change in (flip, truncate):
         CASES[f"damage / {_change.__name__} / checkpoint {_name}"] = (
             lambda world, out, name=_name, change=_change: damaged_checkpoint(world, out, name, change)
         )  # fmt: skip
+CASES["damage / every file is in a case"] = all_listed
+for _name in ("distill", "generate", "convert", "push", "eval"):
+    CASES[f"damage / weights that {_name} would read"] = lambda world, out, name=_name: damaged_model(world, out, name)
+for _name in ("report.json", "samples.jsonl", "report.sha256"):
+    CASES[f"damage / compare with another {_name}"] = lambda world, out, name=_name: damaged_comparison(world, out, name)
 for _name in ("trajectories", "student", "export", "."):
     CASES[f"damage / no checksums / {_name}"] = lambda world, out, name=_name: without_checksums(world, out, name)
 
@@ -509,6 +564,10 @@ def _nan(tensors: dict[str, Any]) -> None:
     tensors["lm_head.weight"][3, 4] = float("nan")
 
 
+def _overflow(tensors: dict[str, Any]) -> None:
+    tensors["lm_head.weight"] *= 1e38
+
+
 def _drop(tensors: dict[str, Any]) -> None:
     tensors.pop("lm_head.weight")
 
@@ -556,6 +615,7 @@ ROW = '{"task": "copy", "prompt": "copy:ab", "answer": "ab"}\n'
 IN_TEST = (  # those that no other test file has
     "a huge budget", "a key that a schedule does not take", "a date where there is none", "a bomb of anchors", "a nest without an end",
     "a recipe in another encoding", "no heads", "weights that are cut", "NaN in the weights", "a missing tensor",
+    "weights whose logits overflow",
     "an index that leaves the folder", "an index that is a list", "a chat template that is broken", "half a surrogate",
     "a parquet file that is none", "an unknown command", "text for a flag's number", "a file as --out",
 )  # fmt: skip
@@ -601,6 +661,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "weights that are cut": (_teacher(lambda m: truncate(m / "model.safetensors")), ("model.safetensors",)),
     "weights that are empty": (_teacher(lambda m: (m / "model.safetensors").write_bytes(b"")), ("model.safetensors",)),
     "NaN in the weights": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _nan)), ("lm_head.weight", "NaN")),
+    "weights whose logits overflow": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _overflow)), ("teacher", "logits")),
     "a missing tensor": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _drop)), ("lm_head.weight",)),
     "a tensor of another shape": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _cut)), ("lm_head.weight", "(57, 32)")),
     "an index that leaves the folder": (
@@ -654,8 +715,12 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+OF_THE_PARSER = ("no command", "an unknown command", "an unknown flag", "a flag without its value", "text for a flag's number")
+
+
 def bad(world: World, out: Path, name: str) -> str:
-    """Status 2, one sentence that names value and allowed set, no traceback, nothing written; with --debug the traceback too."""
+    """Status 2, one sentence that names value and allowed set, no traceback, nothing written; the same below a traceback with --debug,
+    but for what the parser of command lines itself refuses."""
     prepare, named = BAD[name]
     shutil.copytree(world.recipe.parent, out)
     arguments = prepare(out)
@@ -667,6 +732,11 @@ def bad(world: World, out: Path, name: str) -> str:
         return f"it wrote {sorted(set(contents(out)) ^ set(before))}"
     if (out / "out").exists():
         return "it made the folder out"
+    if name in OF_THE_PARSER:
+        return ""
+    again = world.server.run("--debug", *arguments, folder=out)
+    if again.status != 2 or "Traceback" not in again.err or again.lines[-1] != ended.lines[0]:
+        return f"with --debug: status {again.status}: {again.err[-400:]}"
     return ""
 
 
@@ -828,6 +898,15 @@ def control_characters(world: World, out: Path) -> str:
     return ""
 
 
+def special_text(world: World, out: Path) -> str:
+    """Text of a special token in a prompt is text (of which the small world's tokenizer lacks a character), a token only where asked."""
+    asked = ["generate", world.recipe.parent / "teacher", "--prompt", "copy:a<|mask|>b", "--max-new-tokens", "8"]
+    if wrong := world.server.run(*asked).refused("does not know: '|'"):
+        return wrong
+    ended = world.server.run(*asked, "--special-tokens")
+    return f"status {ended.status}: {ended.lines}" if ended.status else ""
+
+
 SECRET = "hf_" + "Qw7" * 12
 
 
@@ -862,6 +941,7 @@ for _name, _values in {
     CASES[f"hostile / a path outside in {_name}"] = lambda world, out, values=_values: outside(world, out, *values)
 CASES["hostile / names that are HTML and Markdown"] = escaped
 CASES["hostile / a model that writes control characters"] = control_characters
+CASES["hostile / text of special tokens in a prompt"] = special_text
 CASES["hostile / secrets of the environment"] = secrets
 
 
@@ -897,35 +977,67 @@ CASES["determinism / another batch size"] = batch_size
 # ---- numbers that are none -------------------------------------------------------------------------------------------
 
 
-def endless_loss(world: World, out: Path) -> str:
-    """A loss that is no number stops training with one line that names the step, the samples and the last good checkpoint."""
+def loss_that_is_none(world: World, out: Path) -> str:
+    """A loss that is no number: one line names the step, the samples and the last good checkpoint, from which the same command goes on."""
     world.start(out, "c")
-    growing = ("train.learning_rate=1e3", "train.steps=400", "train.max_grad_norm=1e9", "train.weight_decay=1e6", "train.save_steps=5")
-    return world.distill(out, *growing, "train.scheduler=constant", "train.warmup=0").refused("step ", "The last good checkpoint: ")
+    ended = world.distill(out, fault={"function": "cdlm.losses:consistency_from_hidden", "number": 2, "when": "no number"})
+    wrong = ended.refused(
+        "the consistency loss is nan", ": step 2, samples: trajectory ", f"The last good checkpoint: {out / 'checkpoints' / 'checkpoint-1'}"
+    )
+    if wrong:
+        return wrong
+    again = world.distill(out)
+    return f"{again.lines}" if again.status else same_run(out, world.whole)
 
 
-CASES["numbers / a loss that grows without end"] = endless_loss
+def endless_loss(world: World, out: Path) -> str:
+    """Weights that grow without end are no checkpoint: one line names the step and the last good one."""
+    world.start(out, "c")
+    growing = ("train.learning_rate=1e3", "train.steps=400", "train.max_grad_norm=1e9", "train.weight_decay=1e6")
+    ended = world.distill(out, *growing, "train.scheduler=constant", "train.warmup=0")
+    return ended.refused(" is no longer finite: step 2;", f"The last good checkpoint: {out / 'checkpoints' / 'checkpoint-'}")
+
+
+def no_logits(world: World, out: Path, command: str) -> str:
+    """Logits that are no numbers from the second forward on: one line that names the step and the question."""
+    world.start(out, "ct" if command == "evaluate" else "")
+    words, named = {
+        "collect": (["distill", world.recipe, "--out", out, *small()], "collect: of trajectory 0 (question "),
+        "evaluate": (["distill", world.recipe, "--out", out, *small()], "evaluate: student(0.5), question "),
+        "eval": (eval_words(world.recipe.parent / "teacher"), "eval: task small_world, document 0: "),
+        "generate": (["generate", world.recipe.parent / "teacher", "--prompt", "copy:ab", "--max-new-tokens", "8"], "of row 0"),
+    }[command]
+    ended = world.server.run(*words, fault={"function": "cdlm.families.base:DiffusionLM._align", "number": 2, "when": "no number"})
+    return ended.behind_remarks().refused(named, "a logit is not finite in block 0, step 1 of row 0")
+
+
+CASES["numbers / a loss that is none"] = loss_that_is_none
+CASES["numbers / weights that grow without end"] = endless_loss
+for _name in ("collect", "evaluate", "eval", "generate"):
+    CASES[f"numbers / logits that are none, {_name}"] = lambda world, out, name=_name: no_logits(world, out, name)
 
 
 # ---- chance ----------------------------------------------------------------------------------------------------------
 
-RANDOM = 5_000  # cases of each kind
+EACH, PARTS = 500, 10  # 5,000 random cases of each kind, in parts with seeds of their own
 
 
-def random_recipes(world: World, out: Path) -> str:
+def random_recipes(world: World, out: Path, part: int) -> str:
     import fuzz
 
-    return "" if fuzz.recipes(RANDOM) else "no random recipe was taken"
+    return "" if fuzz.recipes(EACH, part) else "no random recipe was taken"
 
 
-def random_decodings(world: World, out: Path) -> str:
+def random_decodings(world: World, out: Path, part: int) -> str:
     import fuzz
 
-    return "" if fuzz.decodings(RANDOM) else "no random decoding ran"
+    return "" if fuzz.decodings(EACH, part) else "no random decoding ran"
 
 
-CASES[f"random / {RANDOM} recipes"] = random_recipes
-CASES[f"random / {RANDOM} decodings"] = random_decodings
+for _part in range(PARTS):
+    CASES[f"random / {EACH} recipes, seed {_part}"] = lambda world, out, part=_part: random_recipes(world, out, part)
+for _part in range(PARTS):
+    CASES[f"random / {EACH} decodings, seed {_part}"] = lambda world, out, part=_part: random_decodings(world, out, part)
 
 
 def groups() -> list[str]:

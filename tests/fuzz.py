@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 from conftest import random_model
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from mini import values as mini_values
 
@@ -79,15 +79,16 @@ def check_recipe(folder: Path, text: str) -> bool:
     return True
 
 
-def recipes(examples: int) -> int:
-    """Random recipes; how many were taken."""
+def recipes(examples: int, part: int = 0) -> int:
+    """Random recipes; how many were taken. part: a seed, for other ones."""
     taken = 0
     with tempfile.TemporaryDirectory() as place:
         for name in ("train.jsonl", "test.jsonl"):
             (Path(place) / name).touch()
         (Path(place) / "teacher").mkdir()
 
-        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+        @seed(part)
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(st.one_of(changes.map(changed_recipe).map(yaml.safe_dump), st.text(max_size=60)))
         def one(text: str) -> None:
             nonlocal taken
@@ -192,11 +193,12 @@ def check_decoding(kind: int, prompts: list[list[int]], values: dict[str, Any]) 
     return True
 
 
-def decodings(examples: int) -> int:
-    """Random decodings; how many ran."""
+def decodings(examples: int, part: int = 0) -> int:
+    """Random decodings; how many ran. part: a seed, for other ones."""
     ran = 0
 
-    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @seed(part)
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(asked())
     def one(what: tuple[int, list[list[int]], dict[str, Any]]) -> None:
         nonlocal ran

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cdlm import cli
+from cdlm import cli, files
 from cdlm.evaluate import compare
 
 
@@ -40,7 +40,7 @@ def runs(tmp_path):
     a += [sample("student(0.9)", i, i == 0, seconds=[2.0 + i] if i < 2 else []) for i in range(4)]
     a += [sample("teacher", i, True, steps=64) for i in range(4)]
     b = [sample("student(0.95)", i, i > 0, steps=2, seconds=[(2.0 + i) / 2, 50.0, 0.1] if i < 3 else []) for i in range(4)]
-    return write(tmp_path / "a", a), write(tmp_path / "b", b, threshold=0.95, device="another cpu")
+    return write(tmp_path / "a", a), write(tmp_path / "b", b, threshold=0.95, device="\x1b[31manother cpu")
 
 
 def test_compare_by_hand(runs):
@@ -56,7 +56,7 @@ def test_compare_by_hand(runs):
     assert len(cells) == len(compare.COLUMNS) and cells[:6] == ["student, cached", "0.9", "0.95", "25.0%", "75.0%", "+50.0"]
     assert cells[11] == "2.00x"
     words = " ".join(compare.remarks(a, b, [entry]))
-    assert "4 questions" in words and "over the 2 questions that both timed" in words and "device a cpu and another cpu" in words
+    assert "4 questions" in words and "over the 2 questions that both timed" in words and "device a cpu and \x1b[31manother cpu" in words
 
 
 def test_a_run_against_itself_differs_by_nothing(runs):
@@ -113,6 +113,24 @@ def test_what_is_no_run_is_refused(runs, tmp_path):
         compare.read(runs[1])
 
 
+@pytest.mark.parametrize("damage", ["report.json", "samples.jsonl", "report.sha256"])
+def test_a_damaged_run_is_refused_by_name(runs, capsys, damage):
+    """One flipped bit that leaves every file readable; files that compare does not read may be the owner's."""
+    names = {name: runs[1] / name for name in ("report.json", "samples.jsonl", "report.md")}
+    (runs[1] / "report.md").write_text("# a report\n")
+    files.write_sums(runs[1] / "report.sha256", names)
+    (runs[1] / "report.md").write_text("# my words\n")
+    assert cli.main(["compare", str(runs[0]), str(runs[1])]) == 0
+    capsys.readouterr()
+    content = (runs[1] / damage).read_bytes()
+    changed = content.replace(b'"steps": 2', b'"steps": 3', 1).replace(b"another", b"anothes").replace(b"  report.json", b" !report.json")
+    assert changed != content
+    (runs[1] / damage).write_bytes(changed)
+    assert cli.main(["compare", str(runs[0]), str(runs[1])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cdlm: error: {runs[1] / damage} is ")
+
+
 def test_runs_without_a_method_in_common(runs, tmp_path):
     other = write(tmp_path / "c", [sample("autoregressive", i, True) for i in range(4)])
     with pytest.raises(ValueError, match=r"no method in common: \S+ has student; \S+ has autoregressive"):
@@ -123,6 +141,7 @@ def test_the_command(runs, tmp_path, capsys):
     assert cli.main(["compare", str(runs[0]), str(runs[1]), "--json", str(tmp_path / "out" / "c.json")]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("| method | A | B |") and "| student, cached | 0.9 | 0.95 |" in printed
+    assert "a cpu and \\x1b[31manother cpu." in printed and "\x1b" not in printed
     (entry,) = json.loads((tmp_path / "out" / "c.json").read_text())["methods"]
     assert entry["points"]["value"] == 50.0 and entry["faster"]["value"] == 2.0
 

@@ -111,6 +111,63 @@ def test_a_template_that_is_not_there_is_refused(tokenizer):
     assert data.prompt_ids(bare, "abc", chat_template=False) == data.prompt_ids(tokenizer, "abc", chat_template=False)
 
 
+CHAT = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + CONTENT }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def byte_tokenizer(content="m['content']"):
+    """A byte-level tokenizer with four special tokens (ids from 256 on), a first one before plain text, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<|bos|>", "<|mask|>", "<|user|>", "<|assistant|>"])
+    made.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 256)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|bos|>", chat_template=CHAT.replace("CONTENT", content))
+
+
+@pytest.mark.parametrize("content", ["m['content']", "m['content'] | trim"])
+@pytest.mark.parametrize("text", ["a<|mask|>b", "<|assistant|>", " <|user|> \n", "<|mask|><|mask|>", "<|bos|>x", "plain"])
+def test_text_of_special_tokens_in_a_prompt_is_text_unless_asked(content, text):
+    """What is read is the text, whatever it spells; the special tokens are those that the tokenizer and the template add."""
+    tokenizer = byte_tokenizer(content)
+    for wrapped, added in ((False, [256]), (True, [258, 259])):
+        ids = data.prompt_ids(tokenizer, text, chat_template=wrapped)
+        assert [token for token in ids if token >= 256] == added
+        shown = text.strip() if wrapped and "trim" in content else text
+        assert tokenizer.decode([token for token in ids if token < 256]) == shown
+        asked = data.prompt_ids(tokenizer, text, chat_template=wrapped, special_tokens=True)
+        assert (asked == ids) == (text == "plain")
+        assert len([token for token in asked if token >= 256]) == len(added) + text.count("<|")
+
+
+def test_a_template_that_changes_what_it_wraps_is_refused_with_text_of_special_tokens():
+    tokenizer = byte_tokenizer("m['content'] | upper")
+    assert data.prompt_ids(tokenizer, "ab", chat_template=True)
+    with pytest.raises(ValueError, match=r"'a<\|mask\|>' stands in a chat .*data\.special_tokens"):
+        data.prompt_ids(tokenizer, "a<|mask|>", chat_template=True)
+
+
+@pytest.mark.parametrize("contents", [["a", "b", "c"], ["", "", ""], [" a ", "\n", "a"], ["]", "[", "]["], ["a"]])
+@pytest.mark.parametrize("change", [str, str.strip, str.rstrip])
+def test_parts_of_a_chat_are_the_turns_between_what_the_template_wrote(contents, change):
+    def rendered(turns):
+        return "".join(f"[{i}]{change(turn)}" for i, turn in enumerate(turns)) + "[end]"
+
+    parts = data.chat_parts(contents, rendered, "a flag")
+    assert "".join(text for text, _ in parts) == rendered(contents)
+    assert [text for text, own in parts if not own] == [change(content) for content in contents]
+    assert [text for text, own in parts if own] == [f"[{i}]" for i in range(len(contents))] + ["[end]"]
+
+
+def test_a_turn_that_a_template_leaves_out_is_refused():
+    with pytest.raises(ValueError, match="the chat template changes what it wraps"):
+        data.chat_parts(["a", " "], lambda turns: f"[{turns[0]}]", "a flag")
+
+
 def test_without_a_group_key_all_rows_are_one_group(tmp_path, tokenizer):
     file = jsonl(tmp_path / "rows.jsonl", [{"prompt": "copy:ab", "answer": "ab"}])
     assert [e.group for e in read(file, tokenizer, group_key=None)] == ["all"]

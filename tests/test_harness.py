@@ -81,6 +81,35 @@ def test_a_templated_chat_gives_the_text_of_generate(teacher, capsys):
     assert lm.chat_template(True) == lm.tokenizer.chat_template
 
 
+def test_text_of_special_tokens_stays_text_but_for_the_templates_own(teacher):
+    """The small world's ids: 1 is <|mask|>, 2 <|eos|>, 3 <|user|>, 4 <|assistant|>; a turn's own text of them is read in pieces."""
+    lm, asked = lm_of(teacher), lm_of(teacher, special_tokens=True)
+    assert 1 not in lm.tok_encode("copy:a<|mask|>") and asked.tok_encode("copy:a<|mask|>") == [6, 10, 31, 1]
+    assert lm.tok_encode("copy:a") == asked.tok_encode("copy:a") == [6, 10, 31]
+    turns = [("user", "copy:<|user|>"), ("assistant", "b<|eos|>"), ("user", "copy:c")]
+    chat = [{"role": role, "content": content} for role, content in turns]
+    ids = lm.tok_encode(lm.apply_chat_template(chat))
+    assert [token for token in ids if token < 5] == [3, 4, 2, 3, 4] and ids[-4:] == [6, 10, 33, 4]
+    assert [token for token in asked.tok_encode(asked.apply_chat_template(chat)) if token < 5] == [3, 3, 4, 2, 2, 3, 4]
+
+
+def test_a_continuation_behind_a_chat_adds_nothing_to_it(teacher):
+    """The tokenizer puts <|pad|> (0) before a plain text; a chat brings what it needs. White space at a context's end is the
+    continuation's, as in the harness."""
+    from tokenizers.processors import TemplateProcessing
+
+    lm = lm_of(teacher)
+    lm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 0)])
+    chat = lm.apply_chat_template([{"role": "user", "content": "copy:a"}])
+    assert lm._encode_pair(chat, "ab") == ([3, 6, 10, 31, 4], [31, 32])
+    before, after = lm._encode_pair(chat, "a<|eos|>")
+    assert before == [3, 6, 10, 31, 4] and after[0] == 31 and 2 not in after
+    assert lm._encode_pair("copy:a", "b") == ([0, 6, 10, 31], [32])
+    open_turn = lm.apply_chat_template([{"role": "user", "content": "copy:<|eos|>"}, {"role": "assistant", "content": "a"}], False)
+    before, after = lm._encode_pair(open_turn, "b")
+    assert before[-2:] == [4, 31] and after == [32] and 2 not in before
+
+
 def test_sampling_is_repeatable_and_repeats_differ(teacher):
     same = generation(["copy:abc"] * 2, do_sample=True, temperature=1.0)
     first, second = (lm_of(teacher, seed=7).generate_until(same) for _ in range(2))
@@ -204,9 +233,14 @@ def test_another_decoding_or_model_does_not_take_finished_samples(teacher, tmp_p
     save_teacher(tmp_path / "other", seed=5)
     lm_of(tmp_path / "other", resume=file).generate_until(generation(["copy:abc"]))
     assert len(file.read_text().splitlines()) == 3
-    file.write_text("nonsense\n")
-    with pytest.raises(ValueError, match=r"line 1 is no finished sample"):
-        lm_of(teacher, resume=file)
+    content = file.read_text()
+    for damaged, words in (
+        ("nonsense\n", r"line 1 is no finished sample"), (content.replace('"steps": ', '"steps": 1', 1), r"line 1 is not what was written"),
+        (content[:9] + ("0" if content[9] != "0" else "1") + content[10:], r"line 1 is not what was written"),
+    ):
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=words):
+            lm_of(teacher, resume=file)
 
 
 def test_time_left_is_said_from_the_tenth_sample_on():
@@ -247,7 +281,7 @@ def test_processes_keep_files_of_their_own_and_read_all(tmp_path):
 
 def test_likelihoods_of_a_causal_model_are_the_harnesss_own(stock):
     pairs = [("copy:abc", "abc"), ("sort:zyx", "x"), ("copy:", "0123456789"), ("", "abc"), ("reverse:12", "21")]
-    ours = CDLM(str(stock), family="causal", batch_size=3, say=lambda text: None)
+    ours = CDLM(str(stock), family="causal", batch_size=3, special_tokens=True, say=lambda text: None)  # as the harness reads
     judge = HFLM(pretrained=str(stock), device="cpu", batch_size=1, dtype="float32")
     wanted = judge.loglikelihood(scoring(pairs), disable_tqdm=True)
     found = ours.loglikelihood(scoring(pairs))

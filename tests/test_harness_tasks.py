@@ -330,6 +330,8 @@ def test_a_run_from_the_command_to_its_files(teacher, tmp_path, capsys):
         (["--tasks", "small_world", "--samples", "no_such_file"], ["--samples is 'no_such_file'"]),
         (["--tasks", "small_world", "--model", "hf"], ["--model hf"]),
         (["--tasks", "small_world", "--apply_chat_template", "other"], ["--apply_chat_template other"]),
+        (["--tasks", "small_world", "--apply_chat_template", "--cache_requests", "true"], ["--cache_requests with --apply_chat_template"]),
+        (["--tasks", "small_world", "--model_args", "special_tokens=1"], ["special_tokens is 1", "true or false"]),
         (["--tasks", "small_world", "--num_fewshot", "-1"], ["--num_fewshot is -1"]),
         (["--tasks", "small_world", "--output_path", "=OTHER"], ["--output_path", "is a file"]),
         (["--tasks", "small_world", "--output_path", "=OTHER/more/x.json"], ["--output_path", "OTHER.jsonl is a file"]),

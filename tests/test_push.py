@@ -644,6 +644,9 @@ def test_an_adapter_that_does_not_fit(exported, done, name, change, named):
     assert families.read_config(folder)["confidence_threshold"] == mini.THRESHOLD, "what `cdlm generate` takes"
     if change is None:
         (folder / name).write_bytes(b"nothing")
+        with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not what was written"):
+            families.load(folder)
+        (folder / "SHA256SUMS").unlink()
     else:
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
     with pytest.raises(ValueError, match=named):

@@ -13,7 +13,7 @@ from conftest import random_model, random_prompts
 
 from cdlm import masks
 from cdlm.decode import DecodeConfig, decode
-from cdlm.families.base import DiffusionLM
+from cdlm.families.base import DiffusionLM, NotFinite
 from cdlm.speculate import SpeculateConfig, Speculated, _draw, speculate, stand, stand_lossless
 
 CAUSAL = {"logit_shift": True, "prompt_attention": "causal"}
@@ -415,21 +415,23 @@ def test_what_can_not_be_decoded_is_refused():
         speculate(random_model("llama"), prompt, valid, SpeculateConfig(8, 4))
     broken = causal_model()
     broken.hf.lm_head.weight.data[5] = torch.nan
-    with pytest.raises(FloatingPointError, match="step 0"):
+    with pytest.raises(FloatingPointError, match="step 0 of rows 0, 1"):
         speculate(broken, prompt, valid, SpeculateConfig(8, 4))
 
 
 class Broken(DiffusionLM):
-    """Mask rows that are not finite, at the prompt or from the first step on."""
+    """Mask rows that are not finite, at the prompt or from the first step on; of one row of the batch alone, where it is named."""
 
-    def __init__(self, model, since):
+    def __init__(self, model, since, only=None):
         super().__init__(model.hf, model.facts, model.family)
-        self.since, self.forwards = since, 0
+        self.since, self.only, self.forwards = since, only, 0
 
     def packed_hidden(self, ids, position, sight, before, cache=None):
         rows = super().packed_hidden(ids, position, sight, before, cache)
         self.forwards += 1
         bad = (ids == self.facts.mask_token_id) & (self.forwards > self.since)
+        if self.only is not None:
+            bad &= torch.arange(len(ids))[:, None] == self.only
         return torch.where(bad[..., None], torch.nan, rows)
 
 
@@ -438,8 +440,16 @@ class Broken(DiffusionLM):
 @pytest.mark.parametrize("since", [0, 1])
 def test_mask_rows_that_are_not_finite_stop_it(since, rule, layout):
     prompt, valid = random_prompts([4, 2, 6], seed=1)
-    with pytest.raises(FloatingPointError, match=r"a logit is not finite in step [012]:"):
+    with pytest.raises(FloatingPointError, match=r"a logit is not finite in step [012] of rows [012, ]+:"):
         speculate(Broken(causal_model(seed=1), since), prompt, valid, SpeculateConfig(8, 4, layout=layout, **rule), seeds=[1, 2, 3])
+
+
+@pytest.mark.parametrize("layout", ["parallel", "linear"])
+def test_the_row_that_is_not_finite_is_named(layout):
+    prompt, valid = random_prompts([4, 2, 6], seed=1)
+    with pytest.raises(NotFinite, match=r"a logit is not finite in step 0 of row 1:") as caught:
+        speculate(Broken(causal_model(seed=1), 0, only=1), prompt, valid, SpeculateConfig(8, 4, layout=layout))
+    assert caught.value.rows == [1]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-308, 5e-324])

@@ -8,7 +8,7 @@ import torch
 from conftest import random_model
 from test_trajectories import BLOCK, BUDGET, collect, examples
 
-from cdlm import data, losses
+from cdlm import data, files, losses
 from cdlm.trainer import (
     AnswerNoise,
     CDLMConfig,
@@ -261,6 +261,24 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(folder, tmp_path
     assert resumed.state.global_step == 6
     assert moved(whole, weights(again)) == 0.0
     assert moved(whole, weights(build(tmp_path / "fresh")[0])) > 0
+
+
+@pytest.mark.parametrize("words", [
+    "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "basic_ios::clear: iostream error",
+])
+def test_only_a_writers_error_says_that_a_checkpoint_cant_be_written(folder, tmp_path, monkeypatch, words):
+    """The two things that torch.save says on a full disk; any other RuntimeError passes as it is."""
+    t = trainer(folder, tmp_path, random_model(), max_steps=1, save_strategy="steps", save_steps=1)
+    for text, kind in ((words, files.NotWritten), ("CUDA error: an illegal memory access was encountered", RuntimeError)):
+
+        def fail(*args, text=text):
+            raise RuntimeError(text)
+
+        monkeypatch.setattr("transformers.trainer.Trainer._save_checkpoint", fail)
+        with pytest.raises((RuntimeError, OSError)) as caught:
+            t._save_checkpoint(t.model, None)
+        assert type(caught.value) is kind and text in str(caught.value)
+        assert (str(tmp_path) in str(caught.value)) == (kind is files.NotWritten)
 
 
 def test_lora_trains_adapters_only_and_off_is_the_teacher(folder, tmp_path):

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from cdlm import files
 from cdlm.evaluate.clock import Interval, bootstrap, speedup
-from cdlm.evaluate.report import own_rows, titles
+from cdlm.evaluate.report import SUMS, own_rows, titles
 from cdlm.evaluate.run import label, mean, ratio
 
+READ = ("report.json", "samples.jsonl")
 COLUMNS = (
     "method", "A", "B", "accuracy A", "accuracy B", "B - A, points", "95 %", "steps A", "steps B", "TPF A", "TPF B", "B faster", "95 %",
 )  # fmt: skip
@@ -45,10 +47,15 @@ class Side:
 
 
 def read(folder: Path) -> Side:
-    """A run's folder; a ValueError that names the file that is missing or is not what evaluate writes."""
-    for name in ("report.json", "samples.jsonl"):
+    """A run's folder; a ValueError that names the file that is missing, is not what evaluate writes, or is damaged by its checksums (a
+    folder without any is taken)."""
+    for name in READ:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}: compare takes the folders of two evaluated runs, as runs/tiny")
+    if (folder / SUMS).is_file():
+        for path, why in files.faults(folder / SUMS).items():
+            if Path(path).name in (*READ, SUMS):
+                raise ValueError(f"{path} is {why}; evaluate again, or, if you changed it, cdlm verify {folder} --seal takes it for good")
     samples: dict[str, list[dict[str, Any]]] = {}
     try:
         report = json.loads((folder / "report.json").read_text())

@@ -31,20 +31,23 @@ from cdlm.decode import DecodeConfig, changed, decode, resolve, slots
 from cdlm.evaluate import likelihood
 from cdlm.evaluate.clock import seconds
 from cdlm.families import adapter
+from cdlm.families.base import NotFinite
 
 DECODING = tuple(field.name for field in fields(DecodeConfig) if field.name not in ("use_cache", "block_causal", "temperature"))
+OWN = ("pretrained", "family", "dtype", "device", "batch_size", "attention", "nelbo_samples", "seed", "resume", "special_tokens")
 PER_REQUEST = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 COSTS = ("steps", "commit_forwards", "forwards", "output_tokens")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One text to generate: its tokens, how to decode, what ends it, and a key that stands for all of it."""
+    """One text to generate: its tokens, how to decode, what ends it, a key that stands for all of it, and where it is from."""
 
     ids: list[int]
     decoding: DecodeConfig
     until: tuple[str, ...]
     key: str
+    where: str
 
     @property
     def seed(self) -> int:
@@ -53,7 +56,8 @@ class Asked:
 
 
 class Finished:
-    """Samples that are done, a JSON object a line in a file, so that a run that was killed goes on. A line cut short is left out.
+    """Samples that are done, a JSON object a line in a file, so that a run that was killed goes on. A line cut short is left out, one
+    that is not what was written (each holds its own checksum) is an error.
 
     Each process writes a file of its own (NAME.jsonl, NAME.rank1.jsonl, ...) and reads those of all, so that a run may go on with
     another number of processes.
@@ -76,9 +80,16 @@ class Finished:
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 row = json.loads(line)
-                self.rows[row.pop("key")] = row
+                stated, key = row.pop("sha256"), row.pop("key")
             except (ValueError, KeyError, AttributeError):
                 raise ValueError(f"{file}, line {number} is no finished sample; move the file away to start again") from None
+            if stated != self._sum(key, row):
+                raise ValueError(f"{file}, line {number} is not what was written; move the file away to start again")
+            self.rows[key] = row
+
+    @staticmethod
+    def _sum(key: str, row: dict[str, Any]) -> str:
+        return hashlib.sha256(json.dumps([key, row]).encode()).hexdigest()[:16]
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Keep a sample, on disk before the next batch starts."""
@@ -86,7 +97,7 @@ class Finished:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"key": key, **row}) + "\n")
+                stream.write(json.dumps({"key": key, **row, "sha256": self._sum(key, row)}) + "\n")
 
 
 class Progress:
@@ -172,6 +183,8 @@ class CDLM(TemplateLM):
     pretrained: a folder or a Hub repository. family, dtype, device: as in `cdlm.load`. batch_size: prompts decoded together.
     attention and the values of `DecodeConfig` (block_length, confidence_threshold, steps ...): as in `cdlm generate`, with its defaults;
     a task's max_gen_toks goes before max_new_tokens, its temperature counts where its do_sample is not false.
+    special_tokens: whether the text of a special token in what a task asks stands for that token; without it, it is text. A chat
+    template's own special tokens are tokens all the same.
     nelbo_samples: random masks a likelihood is estimated from, for models that have no exact one; without it they refuse likelihoods.
     seed: of sampling and of those masks. resume: a file of finished samples; those that it holds are not decoded again.
     say: takes lines about progress.
@@ -180,18 +193,19 @@ class CDLM(TemplateLM):
     def __init__(
         self, pretrained: str, *, family: str | None = None, dtype: str = "float32", device: str = "cpu", batch_size: int | str = 1,
         max_batch_size: int | None = None, attention: str | None = None, nelbo_samples: int | None = None, seed: int = 0,
-        resume: str | Path | None = None, say: Callable[[str], None] | None = None, **decoding: Any,
+        resume: str | Path | None = None, special_tokens: bool = False, say: Callable[[str], None] | None = None, **decoding: Any,
     ):
         super().__init__()
         unknown = sorted(set(decoding) - set(DECODING))
         if unknown:
-            own = ("pretrained", "family", "dtype", "device", "batch_size", "attention", "nelbo_samples", "seed", "resume")
-            raise ValueError(f"model_args: unknown {', '.join(unknown)}; allowed: {', '.join((*own, *DECODING))}")
+            raise ValueError(f"model_args: unknown {', '.join(unknown)}; allowed: {', '.join((*OWN, *DECODING))}")
         check_types(decoding)
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1 (there is no automatic one)")
         if nelbo_samples is not None and (isinstance(nelbo_samples, bool) or not isinstance(nelbo_samples, int) or nelbo_samples < 1):
             raise ValueError(f"nelbo_samples is {nelbo_samples!r}; it must be a whole number of at least 1")
+        if not isinstance(special_tokens, bool):
+            raise ValueError(f"special_tokens is {special_tokens!r}; it must be true or false")
         try:
             torch.zeros(1, device=device).item()
         except (RuntimeError, AssertionError):
@@ -213,7 +227,7 @@ class CDLM(TemplateLM):
         self.finished = Finished(Path(resume) if resume is not None else None, self.rank)
         speak = say if say is not None else lambda text: print(text, file=sys.stderr, flush=True)
         self.say = speak if self.rank == 0 else lambda text: None
-        self.templated: set[str] = set()
+        self.special_tokens, self.templated = special_tokens, dict[str, list[tuple[str, bool]]]()
         self.costs: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self.identity = json.dumps([fingerprint(self.pretrained), family, dtype, seed, __version__, version("transformers")])
 
@@ -264,18 +278,47 @@ class CDLM(TemplateLM):
         """The chat as one text; without a generation prompt the last turn is left open, to be gone on with."""
         if self.tokenizer.chat_template is None:
             raise ValueError(f"--apply_chat_template: the tokenizer of {self.pretrained} has no chat template")
-        text = self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
-        )
-        self.templated.add(text)
+
+        def rendered(contents: list[str]) -> str:
+            return self.tokenizer.apply_chat_template(
+                [{**turn, "content": content} for turn, content in zip(chat_history, contents, strict=True)], tokenize=False,
+                add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt,
+            )
+
+        contents = [turn["content"] for turn in chat_history]
+        text = rendered(contents)
+        if self.special_tokens or not any(data.holds_special_text(self.tokenizer, content) for content in contents):
+            self.templated[text] = [(text, True)]
+        else:
+            self.templated[text] = data.chat_parts(contents, rendered, "--model_args special_tokens=true")
         return text
 
+    def _part_ids(self, parts: list[tuple[str, bool]]) -> list[int]:
+        """Tokens of the parts of a templated chat, as `data.chat_parts` gives them."""
+        return [token for text, own in parts for token in data.text_ids(self.tokenizer, text, special_tokens=own)]
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokens of a text; None adds special tokens as the tokenizer does, but not to a templated chat, which brings its own."""
+        """Tokens of a text. None adds special tokens as the tokenizer does, but not to a chat that `apply_chat_template` made here, which
+        brings its own; nothing else is known to be a chat."""
+        if add_special_tokens is None and string in self.templated:
+            return self._part_ids(self.templated[string])
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
-            add_special_tokens = string not in self.templated and not (bos and string.startswith(bos))
-        return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
+            add_special_tokens = not (self.special_tokens and bos and string.startswith(bos))
+        plain = not self.special_tokens and data.holds_special_text(self.tokenizer, string)
+        return self.tokenizer(string, add_special_tokens=add_special_tokens, split_special_tokens=plain)["input_ids"]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As the harness's own (white space at the context's end goes to the continuation), also behind a templated chat: to its text
+        nothing is added, and the continuation is text as a turn is."""
+        if context not in self.templated:
+            return super()._encode_pair(context, continuation)
+        *first, (last, own) = self.templated[context]
+        kept = last.rstrip()
+        text = last[len(kept) :] + continuation
+        apart = own and not self.special_tokens and data.holds_special_text(self.tokenizer, text)
+        before = self._part_ids([*first, (kept, own)])
+        return before, self._part_ids([*first, *([(kept, own), (text, False)] if apart else [(kept + text, own)])])[len(before) :]
 
     # generation
 
@@ -329,7 +372,7 @@ class CDLM(TemplateLM):
             content = json.dumps([self.identity, request.task_name, request.doc_id, ids, asdict(decoding), given["until"]])
             seen[content] = seen.get(content, -1) + 1
             key = hashlib.sha256(f"{content} {seen[content]}".encode()).hexdigest()
-            asked.append(Asked(ids, decoding, tuple(given["until"]), key))
+            asked.append(Asked(ids, decoding, tuple(given["until"]), key, where))
         return asked
 
     def _batches(self, asked: list[Asked], waiting: list[int]) -> Iterable[list[int]]:
@@ -353,7 +396,10 @@ class CDLM(TemplateLM):
             return settled(self.tokenizer.decode(ids[:whole]), batch[row].until)
 
         asks = ends if any(one.until for one in batch) else None
-        spent, out = seconds(lambda: decode(self.model, prompt_BP, valid_BP, decoding, seeds=seeds, ends=asks), self.model.device)
+        try:
+            spent, out = seconds(lambda: decode(self.model, prompt_BP, valid_BP, decoding, seeds=seeds, ends=asks), self.model.device)
+        except NotFinite as error:
+            raise FloatingPointError(f"eval: {'; '.join(batch[row].where for row in error.rows)}: {error}") from None
         for row, one in enumerate(batch):
             ids = out.answer(row, facts.eos_token_ids)
             tokens = self._tokens_until(ids, one.until)

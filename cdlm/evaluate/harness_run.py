@@ -47,6 +47,8 @@ def configured(model: str, arguments: list[str]) -> EvaluatorConfig:
         raise ValueError(f"--model {flags.model}: cdlm eval runs the model cdlm; lm-eval run takes the others")
     if isinstance(cfg.apply_chat_template, str):
         raise ValueError(f"--apply_chat_template {cfg.apply_chat_template}: give the flag alone; it applies the tokenizer's own template")
+    if cfg.apply_chat_template and cfg.cache_requests.get("cache_requests"):
+        raise ValueError("--cache_requests with --apply_chat_template: a cached chat does not say what the template wrote; leave one out")
     if cfg.num_fewshot is not None and cfg.num_fewshot < 0:
         raise ValueError(f"--num_fewshot is {cfg.num_fewshot}; it must be at least 0")
     if cfg.output_path and (kept := beside(cfg.output_path)):

@@ -46,10 +46,10 @@ from typing import Any
 from torch import Tensor
 
 from cdlm import data
-from cdlm.decode import DecodeConfig, Decoded, NotFinite, Step, decode
+from cdlm.decode import DecodeConfig, Decoded, Step, decode
 from cdlm.evaluate.assisted import DiffusionGenerateConfig, GenerateConfig, diffusion_generate, generate
 from cdlm.evaluate.clock import FEWEST, FirstBlock, Interval, Latency, peak_memory, reset_memory, seconds, speedup
-from cdlm.families.base import DiffusionLM
+from cdlm.families.base import DiffusionLM, NotFinite
 from cdlm.processes import ALONE, Processes
 from cdlm.speculate import SpeculateConfig, Speculated, Verified, speculate
 

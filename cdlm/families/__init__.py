@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cdlm import attention as attending
+from cdlm import files
 from cdlm.families import adapter, causal, diffusion_gemma, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, nemotron, sdar, zaya
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import listed, read_json, refuse_foreign_kernels, stock_tokenizer
@@ -188,7 +189,8 @@ def load(
     device: str = "cpu",
     attention: str = "auto",
 ) -> DiffusionLM:
-    """A checkpoint as a `DiffusionLM` with `.facts`, in eval mode. No remote code is run.
+    """A checkpoint as a `DiffusionLM` with `.facts`, in eval mode. No remote code is run. Weights that are not what their folder's
+    checksums say, where it has some, are refused.
 
     attention: a backend of cdlm.attention, or "auto" (on a CPU transformers' own sdpa).
     """
@@ -206,10 +208,12 @@ def load(
     facts = facts_of(path_or_id, config, module)
     from cdlm.families import convert
 
+    folder = local_folder(path_or_id)
+    files.require_sound_weights(folder)
     if hasattr(module, "entries"):
-        hf = convert.load(local_folder(path_or_id), config, module, facts, dtype)
+        hf = convert.load(folder, config, module, facts, dtype)
     else:
-        hf = convert.load_stock(local_folder(path_or_id), dtype)
+        hf = convert.load_stock(folder, dtype)
     if hasattr(module, "prepare"):
         module.prepare(hf, facts, path_or_id)
     facts.check_ids(hf.get_input_embeddings().weight.shape[0], path_or_id)

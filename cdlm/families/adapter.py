@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from cdlm import files
 from cdlm.families.base import DiffusionLM, Facts
 from cdlm.families.decoder import read_json
 
@@ -46,7 +47,8 @@ def overlay(base_config: dict[str, Any], file: Path | None) -> dict[str, Any]:
 
 
 def put_on(base: DiffusionLM, folder: Path, file: Path | None) -> DiffusionLM:
-    """The base with the adapter's layers in it, and the facts of the student; a ValueError where they do not fit."""
+    """The base with the adapter's layers in it, and the facts of the student; a ValueError where they do not fit, or are damaged."""
+    files.require_sound_weights(folder)
     stated = overlay({}, file)
     own = facts_json(base.facts)
     for key in ("mask_token_id", "eos_token_id", "pad_token_id", "logit_shift", "block_origin", "prompt_attention", "noise"):

@@ -141,6 +141,16 @@ class Seen:
 FACT_NAMES = tuple(field.name for field in fields(Facts))
 
 
+class NotFinite(FloatingPointError):
+    """A logit that is no number. rows: the rows of the batch that hold one."""
+
+    def __init__(self, rows: list[int], step: int, block: int | None = None):
+        self.rows = rows
+        some = f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}"
+        place = f"step {step}" if block is None else f"block {block}, step {step}"
+        super().__init__(f"a logit is not finite in {place} of {some}: the model or its input is broken")
+
+
 class DiffusionLM(nn.Module):
     """A stock transformers decoder with the facts of a diffusion LM. `hf` is the transformers model, LoRA layers included."""
 

@@ -128,11 +128,16 @@ def load_stock(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _refuse_scaled_logits(model: Any, folder: Path) -> None:
-    """A ValueError for a class that does more than its head with its hidden rows (scales or caps logits): seen on three tokens."""
+    """A ValueError for a class that does more than its head with its hidden rows (scales or caps logits), or whose logits are no numbers:
+    seen on three tokens."""
     ids = torch.arange(3)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits.float()
         ours = model.get_output_embeddings()(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state).float()
+    if not bool(whole.isfinite().all()):
+        raise ValueError(
+            f"{folder}: the logits of three tokens hold NaN or infinity: its weights are broken, or too large for {model.dtype}"
+        )
     if not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
         raise ValueError(f"{folder}: {type(model).__name__} scales or caps its logits behind the head, which is not supported here")
 
@@ -193,6 +198,7 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType],
         raise ValueError(f"{target} exists; convert writes a new folder")
     if not source.is_dir():
         raise ValueError(f"{source} is no folder here; convert works on local folders")
+    disk.require_sound_weights(source)
     config = read_config(source)
     with disk.replacing_folder(target) as partial:
         if to == "family":
