@@ -85,8 +85,9 @@ def _everything(recipe: Recipe, batches: list[int], redecides: bool) -> Recipe:
     if e.autoregressive is not None:
         methods.append(OTHER_MODEL)
     prompts = max(e.latency_prompts, *batches)
+    thresholds = e.thresholds if redecides else [recipe.decode.confidence_threshold]  # of a model that redecides nobody reads them
     return dataclasses.replace(recipe, evaluate=dataclasses.replace(
-        e, methods=methods, thresholds=[recipe.decode.confidence_threshold], latency_batch_sizes=sorted({1, *batches}),
+        e, methods=methods, thresholds=thresholds, latency_batch_sizes=sorted({1, *batches}),
         latency_prompts=prompts,
     ))  # fmt: skip
 

@@ -601,8 +601,6 @@ class _Redecide:
         done_A1 = (self.left_A == 0)[:, None]
         self.ids_AS = torch.where(done_A1, self.ids_AS, unmask.renoise(token_AS, accept_AS, noise_AS))
         self.output_AS = torch.where(done_A1, self.output_AS, best_AS)
-        if self.seen is not None and len(still) < len(self.rows):
-            logits_ASV = torch.where(done_A1[..., None], self.seen.logits_BSK, logits_ASV)
         self.seen = Seen(logits_ASV.to(self.dtype))
         done_A = done_A1[:, 0] | self.settled(self.output_AS, entropy_AS) | (step + 1 == steps)
         self.left_A = (~done_A).long()

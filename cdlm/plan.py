@@ -223,10 +223,16 @@ class Plan:
         length = r.data.max_prompt_tokens + self.slots + noisy
         return memory.measure(hf, size, length, checkpointing=t.gradient_checkpointing, shape=shape if shape.experts else None)
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Those that can train this model on so many devices: sharding takes models apart whose encoder and decoder share no layers."""
+        able = tuple(name for name in memory.ENGINES if name not in memory.SHARDED or not self.redecides)
+        return able if self.gpus > 1 else able[:1]
+
     def held(self, stage: str) -> dict[str, memory.Held]:
         """What a stage holds on a device, by engine."""
         r, t = self.run.recipe, self.run.recipe.train
-        engines = memory.ENGINES if self.gpus > 1 else memory.ENGINES[:1]
+        engines = self.engines
         model, size = self.trained, families.DTYPES[r.dtype].itemsize
         vocab, hidden = self.config.get_text_config().vocab_size, self.config.get_text_config().hidden_size
         if stage == "train":
@@ -242,6 +248,8 @@ class Plan:
             }
         adapter = model.trained if t.lora is not None else 0.0
         base = model.weights - adapter
+        if stage == "export" and self.redecides and t.lora is not None:
+            return dict.fromkeys(engines, memory.Held({"weights": base + adapter}))
         if stage == "export":  # the student, and the model that it is merged into
             return dict.fromkeys(engines, memory.Held({"weights": base + adapter, "student": base}))
         shape = roofline.shape_of_config(self.config.to_dict(), str(self.inputs.source))
@@ -273,6 +281,8 @@ class Plan:
         if stage == "train":
             return 2 * (student + 2 * model.trained) + student
         if stage == "export":
+            if self.redecides and t.lora is not None:  # its adapters are not merged
+                return student
             kept = r.export.dtype or r.dtype
             merged = self.parameters * float(families.DTYPES[kept].itemsize)
             return merged + (student if t.lora is not None else 0.0)
@@ -280,7 +290,7 @@ class Plan:
 
     def devices(self, stages: Sequence[str]) -> list[str]:
         """A table of stages: memory of one device under each engine, whether it fits, hours of all devices, disk."""
-        engines = memory.ENGINES if self.gpus > 1 else memory.ENGINES[:1]
+        engines = self.engines
         room = self.card.memory if self.card is not None else None
         lines = [("stage", *engines, "hours", "device hours", "disk")]
         for stage in stages:
@@ -347,7 +357,7 @@ class Plan:
     def _train(self, run: Run) -> tuple[str, list[Work], float]:
         r, t = run.recipe, run.recipe.train
         batch = t.batch_size * t.accumulation
-        of = self.prompts.count * (len(r.collect.temperatures) if r.collect else 1)
+        of = self.prompts.count * (len(r.collect.temperatures) if r.collect and not self.redecides else 1)
         steps = t.steps or max(1, round((t.epochs or 0) * of / batch))
         epochs = f"{steps * batch / of:.1f} epochs" if of else "of rows that are not counted here"
         w = t.distill_weight, t.consistency_weight, t.dlm_weight
@@ -428,8 +438,9 @@ class Plan:
         return words, work, tests.prompt_tokens
 
     def _export(self, run: Run) -> tuple[str, list[Work], float]:
-        size = self.parameters * families.DTYPES[run.recipe.dtype].itemsize
-        return f"{run.exported}, {size / 2**20:.1f} MiB", [], 0.0
+        kept = self.redecides and run.recipe.train.lora is not None  # adapters that are not merged
+        size = self.trained.trained if kept else self.parameters * families.DTYPES[run.recipe.dtype].itemsize
+        return f"{run.exported}, {size / 2**20:.1f} MiB{' (the adapter)' if kept else ''}", [], 0.0
 
     def _push(self, run: Run) -> tuple[str, list[Work], float]:
         asked = run.recipe.push

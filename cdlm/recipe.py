@@ -657,7 +657,9 @@ def _check_sampler(name: str, sampler: Sampler, within: typing.Callable[..., Non
     within(f"{name}.stability_threshold", sampler.stability_threshold, 0)
     for key in ("entropy_bound", "entropy_threshold", "t_max"):
         within(f"{name}.{key}", getattr(sampler, key), 1e-9)
-    within(f"{name}.t_min", sampler.t_min, 0, sampler.t_max)
+    within(f"{name}.t_min", sampler.t_min, 0)
+    if not sampler.t_min < sampler.t_max:
+        raise ValueError(f"{name}.t_min is {sampler.t_min}; it must be below {name}.t_max, which is {sampler.t_max}")
 
 
 def _check_schedule(t: Train) -> None:

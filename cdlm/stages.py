@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,14 @@ AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts un
 REDECIDING_METHODS = (  # where every step decides every slot
     "teacher", "teacher_truncated", "teacher_entropy_bound", "transformers_generate", "student",
 )  # fmt: skip
+UNREAD = {  # whether a model decides every slot at every step -> what is not read of its recipe
+    True: (
+        ("decode", "confidence_threshold"), ("collect", "temperatures"), ("evaluate", "thresholds"), ("evaluate", "teacher_stops_at_eos"),
+    ),
+    False: (
+        ("decode", "sampler"), ("decode", "student_sampler"), ("collect", "top_k"), ("train", "finish"), ("train", "self_conditioning"),
+    ),
+}  # fmt: skip
 SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
@@ -312,6 +320,7 @@ class Run:
                 )
             if not redecides and name == "transformers_generate":
                 raise ValueError(f"evaluate.methods has {name}; transformers has no diffusion decoding of type {config.model_type}")
+        _check_unread(r, redecides)
         canvas = getattr(config, "canvas_length", None)
         if canvas is not None and r.decode.block_length != canvas:
             raise ValueError(f"decode.block_length is {r.decode.block_length}; this model's canvas has {canvas} slots, and a block is one")
@@ -375,6 +384,10 @@ class Run:
         for name in ("max_new_tokens", "block_length"):
             if (there := asked.get("decode", {}).get(name)) != (here := getattr(r.decode, name)):
                 raise ValueError(f"decode.{name} is {here}; the trajectories at {self.trajectories} were made with {there}")
+        if "sampler" in asked.get("decode", {}) or r.decode.sampler is not None:
+            there = {**asdict(Sampler()), **(asked.get("decode", {}).get("sampler") or {})}
+            if there != (here := asdict(r.decode.sampler or Sampler())):
+                raise ValueError(f"decode.sampler is {here}; the trajectories at {self.trajectories} were made with {there}")
         longest = trajectories.longest_prompt(self.trajectories)
         if room is not None and longest + r.decode.max_new_tokens > room:
             raise ValueError(
@@ -406,6 +419,19 @@ class Run:
             config, tokenizer = r.path(r.scratch.config), r.path(r.scratch.tokenizer)
             return f"scratch {files.sha256(config)} {trajectories.folder_hash(tokenizer)}"
         return trajectories.folder_hash(r.model_path())
+
+
+def _check_unread(r: Recipe, redecides: bool) -> None:
+    """A ValueError for a key that nothing reads of such a model, and that is given another value than its default."""
+    kind = "decides every slot at every step" if redecides else "fills a slot once"
+    for name, key in UNREAD[redecides]:
+        part = getattr(r, name)
+        for f in fields(part) if part is not None else ():
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            if f.name == key and (value := getattr(part, key)) != default:
+                raise ValueError(f"{name}.{key} is {value}; nothing reads it of a model that {kind}: leave it out")
+    if r.train.objective == "uniform" and r.decode.student_sampler is not None:
+        raise ValueError("decode.student_sampler is given; objective uniform has no student: leave it out")
 
 
 def request_of(run: Run, stage: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def test_a_plan_of_a_model_with_canvases(capsys):
     assert "in 1 canvases of 256, each in at most 48 steps; student 16" in line(lines, "decoding")
     size = 7500 * 48 * 256 * (64 * 6 + 4)
     assert f"at most {size / 2**30:.3f} GiB ({size:,} bytes)" in line(lines, "collect")
-    assert "3750 steps of 64 rows (16.0 epochs), 3 forwards a step" in line(lines, "train")  # 8 x 7,500 / 16
+    assert "1875 steps of 64 rows (16.0 epochs), 3 forwards a step" in line(lines, "train")  # 16 x 7,500 / 64: a prompt, a trajectory
     parts = [hours(line(lines, stage)) for stage in ("collect", "train", "evaluate")]
     assert min(parts) > 0 and hours(line(lines, "in all")) == pytest.approx(sum(parts), abs=0.2)
 

@@ -276,10 +276,34 @@ def test_an_adapter_on_tied_weights_is_exported_alone_and_why_is_said(tmp_path, 
     assert resolve(families.load(out), {}).max_denoising_steps == 2
 
 
-@pytest.mark.parametrize("methods, message", [
-    (["teacher", "student_uncached"], "evaluate.methods has student_uncached; a model that decides every slot at every step has teacher"),
+@pytest.mark.parametrize("changes, message", [
+    ({"evaluate": {"methods": ["teacher", "student_uncached"]}},
+     "evaluate.methods has student_uncached; a model that decides every slot at every step has teacher"),
+    ({"collect": {"temperatures": [0.0, 0.7]}},
+     "collect.temperatures is [0.0, 0.7]; nothing reads it of a model that decides every slot at every step: leave it out"),
+    ({"decode": {"confidence_threshold": 0.5}}, "decode.confidence_threshold is 0.5; nothing reads it"),
+    ({"evaluate": {"thresholds": [0.5]}}, "evaluate.thresholds is [0.5]; nothing reads it"),
+    ({"decode": {"student_sampler": {**SAMPLER, "t_min": 0.5}}},
+     "decode.student_sampler.t_min is 0.5; it must be below decode.student_sampler.t_max, which is 0.5"),
 ])  # fmt: skip
-def test_methods_of_another_noise_are_refused_before_any_work(tmp_path, capsys, methods, message):
-    recipe = write_run(tmp_path, evaluate={**RECIPE["evaluate"], "methods": methods})
+def test_what_such_a_model_does_not_read_is_refused_before_any_work(tmp_path, capsys, changes, message):
+    recipe = write_run(tmp_path, **{section: {**RECIPE[section], **values} for section, values in changes.items()})
     assert cli.main(["distill", str(recipe), "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out" / "trajectories").exists()
+
+
+@pytest.mark.parametrize("change", ["decode.sampler={max_denoising_steps: 4}", "collect.top_k=8", "train.finish=0.1"])
+def test_what_only_such_a_model_reads_is_refused_of_another(tmp_path, capsys, change):
+    recipe = mini.write(tmp_path)
+    assert cli.main(["distill", str(recipe), "--out", str(tmp_path / "out"), "--set", change]) == 2
+    said = capsys.readouterr().err
+    assert change.partition("=")[0] in said and "nothing reads it of a model that fills a slot once" in said
+
+
+def test_trajectories_of_another_sampler_are_refused(tmp_path, capsys):
+    recipe = write_run(tmp_path)
+    assert cli.main(["collect", str(recipe), "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    hotter = {**RECIPE["decode"], "sampler": {**SAMPLER, "t_max": 0.9}}
+    other = write_run(tmp_path, collect=None, decode=hotter, trajectories=str(tmp_path / "out" / "trajectories"))
+    assert cli.main(["train", str(other), "--out", str(tmp_path / "new")]) == 2
+    assert "decode.sampler is" in capsys.readouterr().err and not (tmp_path / "new" / "student").exists()

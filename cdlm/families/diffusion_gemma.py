@@ -161,8 +161,6 @@ class DiffusionGemmaLM(DiffusionLM):
 
     @property
     def unmergeable(self) -> str | None:
-        if not self.hf.config.tie_word_embeddings:
-            return None
         return "encoder and decoder read the same weights, each with an adapter of its own; merging either would change or untie the other"
 
     def _encode(self, ids_BC: Tensor, valid_BC: Tensor, position_BC: Tensor, cache: "BlockCache | _Written | None") -> Tensor:
@@ -241,7 +239,8 @@ class DiffusionGemmaLM(DiffusionLM):
         rows as of `clean_hidden` [B, L, D], and as of `answer_hidden` with the text before the canvas as its prompt [B, S, D].
 
         told_B: rows whose self-conditioning is told what a first pass over the same canvas, without gradients and told nothing, saw: the
-        mean embedding under its probabilities, not divided by a temperature.
+        mean embedding under its probabilities, not divided by a temperature. The mean is a constant too: no gradient flows through it
+        into the table, as one does where only the first pass's logits are constants.
         """
         position_BL, text = masks.positions(valid_BL), _Written(len(self.text_config.layer_types))
         row_BLD = self._encode(ids_BL, valid_BL, position_BL, text)
