@@ -42,7 +42,7 @@ def block(found: dict[str, Any]) -> str:
     shown = {method: title for method, title in PER_TASK.items() if any(row["method"] == method for row in rows)}
     tasks = [row for row in kept if row["task"] != "all" and row["method"] in shown]
     lines = [f"- {line}" for line in report.summary_lines(own)]
-    per_task = [f"| task: accuracy, steps | {' | '.join(shown.values())} |", "|---|---:|---:|---:|"]
+    per_task = [f"| task: accuracy, steps | {' | '.join(shown.values())} |", "|---" + "|---:" * len(shown) + "|"]
     for task in sorted({row["task"] for row in tasks}):
         cells = {row["method"]: f"{row['accuracy']:.1%}, {row['steps']:.1f}" for row in tasks if row["task"] == task}
         per_task.append(f"| {task} | {' | '.join(cells[method] for method in shown)} |")
