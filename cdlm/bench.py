@@ -69,6 +69,7 @@ def run(
         found = stages.evaluate(dataclasses.replace(own, recipe=_everything(recipe, batches, own.redecides())), folder, more)
         said += [report.markdown_table(table(found), COLUMNS), "", *report.summary_lines(found["summary"])]
     elif (folder / "report.json").is_file():  # a part made behind the table goes into its report
+        files.require_sound(folder / report.SUMS, f"the report in {folder}")
         report.write({**read_json(folder / "report.json"), **more}, folder, recipe.name, stages.read_log(own))
     if "growth" in parts:
         said += ["", report.markdown_table(growth.table(more["growth"]), growth.COLUMNS), *growth.lines(more["growth"])]

@@ -228,7 +228,9 @@ def _main(arguments: list[str] | None) -> int:
 @contextlib.contextmanager
 def _alone_in(out: Path) -> Iterator[None]:
     """Be the only run in a folder. Of the processes of one run the first asks for all."""
-    with files.locked(out) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
+    from cdlm.processes import launched
+
+    with files.locked(out) if launched() == 1 or os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
         yield
 
 

@@ -86,6 +86,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = partial_of(path)
     try:
         with names_path(path):
+            partial.unlink(missing_ok=True)  # of a run that was killed, or a link that leads elsewhere
             yield partial
             _sync(partial)
             os.replace(partial, path)
@@ -167,7 +168,9 @@ def read_sums(file: Path) -> dict[str, str]:
         lines = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is damaged: it is not UTF-8") from None
-    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
+    if len(lines) < 2 or lines[-1] != "":
+        raise ValueError(f"{file} is damaged: it is {'empty' if lines == [''] else 'cut off'}")
+    for number, line in enumerate(lines[:-1], start=1):
         match = LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"{file} is damaged: line {number} is no checksum of a file")
@@ -263,7 +266,7 @@ def locked(folder: Path) -> Iterator[None]:
 def _take(path: Path) -> int:
     """The open file that holds the lock."""
     while True:
-        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

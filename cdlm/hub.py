@@ -40,7 +40,7 @@ def merge_lora(peft_model: Any, probe_ids_BL: torch.Tensor, tolerance: float = 1
         after = merged(input_ids=probe_ids_BL, attention_mask=valid, use_cache=False).logits
     difference = float((before - after).abs().max())
     if difference > tolerance:
-        raise RuntimeError(f"merging the adapter changed the logits by {difference:.2e} (allowed {tolerance:.0e}); keep the adapter apart")
+        raise ValueError(f"merging the adapter changed the logits by {difference:.2e} (allowed {tolerance:.0e}); keep the adapter apart")
     return merged
 
 

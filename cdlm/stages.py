@@ -548,7 +548,8 @@ def collect(run: Run) -> None:
         seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,
         processes=run.processes,
     )
-    run._sound.add("collect")
+    if run.processes.count == 1:  # of several each wrote a part
+        run._sound.add("collect")
     run.say(f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
 
 
@@ -571,7 +572,8 @@ def _collect_canvases(run: Run, model: DiffusionLM, tokenizer: Any, examples: li
         batch_size=c.batch_size, shard_size=c.shard_size, seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)),
         request=request_of(run, "collect"), say=run.say, processes=run.processes,
     )
-    run._sound.add("collect")
+    if run.processes.count == 1:  # of several each wrote a part
+        run._sound.add("collect")
     run.say(
         f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}; "
         f"{manifest['bytes']:,} bytes"

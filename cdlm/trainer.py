@@ -457,6 +457,8 @@ class CDLMTrainer(Trainer):
                 f"{self.engine} shards layers; this model's encoder and decoder share theirs, and a batch decides how many forwards there "
                 "are: take DDP"
             )
+        if self.engine == "fsdp" and (kind := self.accelerator.state.fsdp_plugin.state_dict_type.name) != "FULL_STATE_DICT":
+            raise ValueError(f"fsdp_state_dict_type is {kind}; it must be FULL_STATE_DICT: others keep a pickle, which is never read")
         if self.engine == "deepspeed":
             self.args.save_strategy = SaveStrategy.NO  # its checkpoints are pickles, which are never read
         self.diffusion, self.teacher_head, self.lengths = model, teacher_head, lengths
@@ -662,10 +664,10 @@ def check_engine(checkpoint: Path, engine: str) -> None:
         )
     if engine == "deepspeed":
         raise ValueError(f"{checkpoint} was not written by DeepSpeed, which can't go on from it: start as it was, or remove it")
-    if written != engine and written == "fsdp" and not (checkpoint / "pytorch_model_fsdp.bin").is_file():
+    if written == "fsdp" and not (checkpoint / "pytorch_model_fsdp.bin").is_file():
         raise ValueError(
-            f"{checkpoint} holds FSDP's shares; one process or DDP goes on from whole weights alone, which FSDP writes where "
-            "fsdp_state_dict_type is FULL_STATE_DICT: start as it was"
+            f"{checkpoint} holds FSDP's shares, with a pickle beside them, which can run code and is not read: remove {checkpoint.parent} "
+            "to train from the start, with fsdp_state_dict_type FULL_STATE_DICT"
         )
 
 

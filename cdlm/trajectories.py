@@ -417,6 +417,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     names = manifest.get("shards")
     if not isinstance(names, list) or not all(isinstance(name, str) and re.fullmatch(r"shard-\d{5,}", name) for name in names):
         raise ValueError(f"{file} has shards {str(names)[:80]}; each is a name of the form shard-00000, a file in {folder}")
+    for key, kind in {"request": dict, "request_hash": str, "kept": int, "trajectories": int, "schema": dict}.items():
+        if not isinstance(manifest.get(key), kind):
+            raise ValueError(f"{file} has {key} {str(manifest.get(key))[:80]}; it is damaged: collect again, or import again")
     return manifest
 
 

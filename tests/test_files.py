@@ -108,6 +108,31 @@ def test_a_missing_file_is_missing_and_a_folder_without_checksums_is_refused(tmp
     assert files.faults(tmp_path / files.SUMS) == {str(tmp_path / "a"): "missing"}
 
 
+@pytest.mark.parametrize("cut, why", [(lambda text: "", "it is empty"), (lambda text: text[:-1], "it is cut off"),
+                                      (lambda text: text[: len(text) // 2], "it is cut off")])  # fmt: skip
+def test_a_file_of_checksums_that_is_empty_or_cut_off_vouches_for_nothing(tmp_path, cut, why):
+    (tmp_path / "a").write_text("one")
+    files.seal(tmp_path)
+    sums = tmp_path / files.SUMS
+    sums.write_text(cut(sums.read_text()))
+    assert why in files.faults(sums)[str(sums)]
+    with pytest.raises(ValueError, match=f"{files.SUMS} is damaged: {why}"):
+        files.require_sound(sums, "the folder")
+
+
+def test_links_in_a_run_folder_lead_nowhere(tmp_path):
+    """A folder from elsewhere, with links where the lock and a half-written file would stand: what they point at stays as it was."""
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    mine.write_text("mine")
+    run.mkdir()
+    (run / files.LOCK).symlink_to(mine)
+    files.partial_of(run / "report.md").symlink_to(mine)
+    with pytest.raises(files.NotWritten), files.locked(run):
+        pass
+    files.write_text(run / "report.md", "text")
+    assert mine.read_text() == "mine" and (run / "report.md").read_text() == "text" and not (run / "report.md").is_symlink()
+
+
 def test_verify_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(ValueError, match="no folder at"):
         list(verify.check(tmp_path / "nowhere"))

@@ -23,6 +23,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
+from cdlm import terminal
 from cdlm.evaluate.harness import CDLM, add_costs
 
 TASKS = Path(__file__).parents[2] / "eval" / "tasks"
@@ -213,7 +214,8 @@ def run(model: str, arguments: list[str], say: Callable[[str], None] = print) ->
         return {}
     results["config"]["cdlm"] |= {
         "apply_chat_template": cfg.apply_chat_template, "fewshot_as_multiturn": bool(cfg.fewshot_as_multiturn),
-        "num_fewshot": cfg.num_fewshot, "system_instruction": cfg.system_instruction, "command": ["cdlm", "eval", model, *arguments],
+        "num_fewshot": cfg.num_fewshot, "system_instruction": cfg.system_instruction,
+        "command": [terminal.without_secrets(word) for word in ("cdlm", "eval", model, *arguments)],
     }  # fmt: skip
     samples = results.pop("samples")
     if cfg.show_config:
