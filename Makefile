@@ -14,7 +14,7 @@ NPROC ?= 1
 ENGINE ?= ddp
 LAUNCH = $(BIN)/accelerate launch --config_file recipes/accelerate/$(ENGINE).yaml --num_processes $(NPROC) --main_process_port 0 -m cdlm.cli
 distill: $(VENV)/.run
-	$(if $(filter-out 1,$(NPROC)),$(LAUNCH),$(BIN)/cdlm) distill $(RECIPE) $(ARGS)
+	$(if $(filter-out 1 ddp,$(NPROC) $(ENGINE)),$(LAUNCH),$(BIN)/cdlm) distill $(RECIPE) $(ARGS)
 
 # Trains the small world's teachers again from nothing, each ending with its table, and puts them in place of the committed ones.
 teacher: $(VENV)/.run zaya diffusiongemma

@@ -664,7 +664,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
             {"ar": 1, **dict.fromkeys(("bd3lm", "tidar", "uniform"), r.decode.block_length)}.get(t.objective),
             from_zero=t.objective == "tidar",
         ),
-        teacher_head=head, lengths=lengths, peft_model=peft_model, callbacks=[_progress(run, steps)],
+        teacher_head=head, lengths=lengths, grouped=t.batch_size, peft_model=peft_model, callbacks=[_progress(run, steps)],
     )
     from transformers.trainer_callback import PrinterCallback
 

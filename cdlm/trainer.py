@@ -417,7 +417,8 @@ class _Epoch(TrainerCallback):
 class CDLMTrainer(Trainer):
     """transformers' Trainer with the objectives of this package.
 
-    teacher_head: the teacher's lm_head, for "cdlm"; it stays as it is, also when the student's own head is trained.
+    teacher_head: the teacher's lm_head, for "cdlm"; it stays as it is, also when the student's own head is trained. lengths: of each row,
+    by which rows stand together, `grouped` of them (None: those of a forward; of several processes, what one would take).
     Every loss is logged under its name, with its weight beside it. loss_is_scaled_for_ga is False: a loss is a mean over its
     micro-batch, and the Trainer divides by the number of micro-batches.
 
@@ -434,8 +435,8 @@ class CDLMTrainer(Trainer):
 
     def __init__(
         self, model: DiffusionLM, args: CDLMConfig, train_dataset: Dataset, data_collator: Collator,
-        teacher_head: nn.Module | None = None, lengths: Sequence[tuple[int, int]] | None = None, peft_model: Any = None,
-        **kwargs: Any,
+        teacher_head: nn.Module | None = None, lengths: Sequence[tuple[int, int]] | None = None, grouped: int | None = None,
+        peft_model: Any = None, **kwargs: Any,
     ):
         stored_logits = isinstance(train_dataset, CanvasStates)
         if args.objective == "cdlm" and args.distill_weight > 0 and teacher_head is None and not stored_logits:
@@ -461,7 +462,7 @@ class CDLMTrainer(Trainer):
             raise ValueError(f"fsdp_state_dict_type is {kind}; it must be FULL_STATE_DICT: others keep a pickle, which is never read")
         if self.engine == "deepspeed":
             self.args.save_strategy = SaveStrategy.NO  # its checkpoints are pickles, which are never read
-        self.diffusion, self.teacher_head, self.lengths = model, teacher_head, lengths
+        self.diffusion, self.teacher_head, self.lengths, self.grouped = model, teacher_head, lengths, grouped
         self._calls = False  # whether the model's forward is `_call`
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = defaultdict(int)
@@ -471,7 +472,7 @@ class CDLMTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None):
         if self.lengths is None:
             return super()._get_train_sampler(train_dataset)
-        sampler = LengthGrouped(self.lengths, self.args.train_batch_size, self.args.seed)
+        sampler = LengthGrouped(self.lengths, self.grouped or self.args.train_batch_size, self.args.seed)
         self._epoch.listeners += (sampler,)
         return sampler
 

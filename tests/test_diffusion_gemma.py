@@ -187,3 +187,25 @@ def test_attention_is_transformers_own(tmp_path):
 def test_an_adapter_is_not_merged_into_tied_weights():
     """With the adapters of encoder and decoder alike nonzero, merging changes a weight twice: so it is refused, and why is said."""
     assert dgemma.random_model().unmergeable.startswith("encoder and decoder read the same weights")
+
+
+@pytest.mark.parametrize("values, words", [
+    ({"confidence_threshold": 1}, "confidence_threshold 1; it must be a number above 0, with a point"),
+    ({"confidence_threshold": 0.0}, "confidence_threshold 0.0; it must be a number above 0"),
+    ({"stability_threshold": -1}, "stability_threshold -1; it must be a whole number, 0 or more"),
+    ({"max_denoising_steps": True}, "max_denoising_steps True; it must be a whole number, 1 or more"),
+    ({"t_min": 0.9}, "t_min 0.9 and t_max 0.8; t_min must be below t_max"),
+    ({"sampler_config": {"entropy_bound": 0.1}}, "allowed: _cls_name EntropyBoundSamplerConfig with entropy_bound"),
+    ({"sampler_config": {"_cls_name": "torch", "entropy_bound": 0.1}}, "allowed: _cls_name EntropyBoundSamplerConfig with entropy_bound"),
+    ({"sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1, "foo": 1}}, "allowed: _cls_name"),
+    ({"sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0}}, "entropy_bound 0; it must be a number above 0"),
+])  # fmt: skip
+def test_a_sampler_that_transformers_would_not_take_is_refused_by_its_file(tmp_path, values, words):
+    """transformers ends some of these in AttributeError or TypeError, and looks _cls_name up among the names of its module."""
+    dgemma.random_hf().save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    known = {"t_max": 0.8, "t_min": 0.4} if "t_min" in values else {}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **known, **values}))
+    with pytest.raises(ValueError, match=r"generation_config\.json has ") as error:
+        families.load(tmp_path)
+    assert words in str(error.value)

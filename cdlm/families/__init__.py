@@ -125,6 +125,8 @@ def facts_of(path_or_id: str | Path, config: dict[str, Any], module: ModuleType)
     if hasattr(module, "facts_of"):
         return module.facts_of(path_or_id, config)
     found = token_ids(path_or_id, config)[0]
+    if hasattr(module, "check_generation") and not Path(path_or_id).is_file():
+        module.check_generation(path_or_id, _read(_looker(path_or_id)("generation_config.json")))
     try:
         return module.facts(found)
     except ValueError as error:

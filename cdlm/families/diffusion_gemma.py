@@ -32,6 +32,12 @@ MODEL_TYPE = "diffusion_gemma"
 ORIGINS = dict.fromkeys(("eos_token_id", "eos_token_ids", "pad_token_id"), "config.json, text_config")
 SAME_NAMES = ("max_denoising_steps", "t_min", "t_max", "stability_threshold")  # in generation_config.json and in DecodeConfig
 THEIR_THRESHOLD = "confidence_threshold"  # DecodeConfig's entropy_threshold: a mean entropy, no confidence
+SAMPLER, BOUND = "EntropyBoundSamplerConfig", "entropy_bound"
+LIMITS = {  # of generation_config.json's values: types, the least, words
+    BOUND: ((int, float), 1e-9, "a number above 0"), THEIR_THRESHOLD: ((float,), 1e-9, "a number above 0, with a point"),
+    "max_denoising_steps": ((int,), 1, "a whole number, 1 or more"), "stability_threshold": ((int,), 0, "a whole number, 0 or more"),
+    "t_min": ((int, float), 0, "a number of at least 0"), "t_max": ((int, float), 1e-9, "a number above 0"),
+}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -55,6 +61,22 @@ def facts(config: dict[str, Any]) -> Facts:
         raise ValueError(f"neither config.json nor its text_config states eos_token_id; a {NAME} checkpoint needs an end token")
     ends = tuple(eos) if isinstance(eos, list) else (eos,)
     return Facts(mask_token_id=None, eos_token_ids=ends, pad_token_id=ends[0] if pad is None else pad, **stated(config))
+
+
+def check_generation(path: Any, stated: dict[str, Any]) -> None:
+    """A ValueError unless generation_config.json holds values of this sampler, as transformers takes them. It looks a class up by the name
+    that the file gives, and calls it with what the file gives: here it is one class, with one value."""
+    file = f"{path}/generation_config.json"
+    sampler = stated.get("sampler_config")
+    if sampler is not None and not (isinstance(sampler, dict) and sampler.get("_cls_name") == SAMPLER and {*sampler} <= {"_cls_name", BOUND}):
+        raise ValueError(f"{file} has sampler_config {str(sampler)[:80]}; allowed: _cls_name {SAMPLER} with {BOUND}")
+    for name, (kinds, least, words) in LIMITS.items():
+        value = (sampler or {}).get(BOUND) if name == BOUND else stated.get(name)
+        if value is not None and not (type(value) in kinds and least <= value < float("inf")):
+            raise ValueError(f"{file} has {name} {value!r}; it must be {words}")
+    low, high = (stated[name] if stated.get(name) is not None else default for name, default in (("t_min", 0.4), ("t_max", 0.8)))
+    if not low < high:
+        raise ValueError(f"{file} has t_min {low} and t_max {high}; t_min must be below t_max")
 
 
 def start(hf: Any, *, copying: bool) -> None:
