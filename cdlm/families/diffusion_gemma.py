@@ -68,7 +68,8 @@ def check_generation(path: Any, stated: dict[str, Any]) -> None:
     that the file gives, and calls it with what the file gives: here it is one class, with one value."""
     file = f"{path}/generation_config.json"
     sampler = stated.get("sampler_config")
-    if sampler is not None and not (isinstance(sampler, dict) and sampler.get("_cls_name") == SAMPLER and {*sampler} <= {"_cls_name", BOUND}):
+    known = isinstance(sampler, dict) and sampler.get("_cls_name") == SAMPLER and {*sampler} <= {"_cls_name", BOUND}
+    if sampler is not None and not known:
         raise ValueError(f"{file} has sampler_config {str(sampler)[:80]}; allowed: _cls_name {SAMPLER} with {BOUND}")
     for name, (kinds, least, words) in LIMITS.items():
         value = (sampler or {}).get(BOUND) if name == BOUND else stated.get(name)
