@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cdlm import files, stages
@@ -61,10 +62,8 @@ def run(base: Run) -> str:
 
 
 def _make(run: Run, stage: str, title: str = "") -> None:
-    """Run a stage that is not done; all processes have looked before the first of them writes, so that they agree."""
-    done = stages.is_done(run, stage)
-    run.processes.wait()
-    if done:
+    """Run a stage that is not done; all processes have looked before the first of them writes, and do what the main one saw."""
+    if run.processes.agreed(partial(stages.is_done, run, stage)):
         return
     if title:
         run.say(title)

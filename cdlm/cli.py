@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -210,6 +211,8 @@ def _main(arguments: list[str] | None) -> int:
     args.typed = sys.argv[1:] if arguments is None else arguments
     from safetensors import SafetensorError
 
+    from cdlm.processes import Refused
+
     try:
         own = {
             "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert,
@@ -218,6 +221,8 @@ def _main(arguments: list[str] | None) -> int:
         if args.command in own:
             return own[args.command](args)
         return _stages(args)
+    except Refused:  # said by the process that refused it
+        return 2
     except (ValueError, OSError, FloatingPointError, SafetensorError) as error:
         if args.debug:
             print(terminal.line(traceback.format_exc().rstrip()), file=sys.stderr)
@@ -320,21 +325,25 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
     if run.processes.main and "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
         shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
     for stage in wanted:
-        done = stages.is_done(run, stage)
-        run.processes.wait()  # before the first of them writes, so that all agree on what is done
-        if done:
+        if run.processes.agreed(partial(stages.is_done, run, stage)):  # all have asked before the first of them writes
             run.say(f"{stage}: done already")
             continue
         start = time.monotonic()
         getattr(stages, stage)(run)
         _release()
-        if not stages.is_done(run, stage):
-            raise ValueError(f"process {run.processes.rank} does not see the result of {stage} in {out}; all processes need that folder")
+        run.processes.agreed(partial(_require_done, run, stage))
         run.say(f"{stage}: done in {time.monotonic() - start:.0f} s")
     if run.processes.main and args.command in ("distill", "evaluate"):
         _print_table(run)
         run.say(f"all in {time.monotonic() - began:.0f} s; {out / 'report.md'}, {out / 'report.html'}, {out / 'pareto.png'}")
     return 0
+
+
+def _require_done(run, stage: str) -> None:
+    from cdlm import stages
+
+    if not stages.is_done(run, stage):
+        raise ValueError(f"process {run.processes.rank} does not see the result of {stage} in {run.out}; all processes need that folder")
 
 
 def _silent(text: str) -> None:

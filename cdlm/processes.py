@@ -6,13 +6,17 @@ Knows no stage: who does what of a stage stands in the stage. All processes must
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)  # a process may wait for one that measures or writes; one that dies is the launcher's to see
+
+
+class Refused(ValueError):
+    """What another process has refused, and says."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,35 @@ class Processes:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main process does what is inside, then all others do: what it refuses is refused once, what it fetches is there for them."""
-        if not self.main:
-            self.wait()
-        yield
+        """The main process does what is inside, then all others do: what it fetches is there for them, and what it refuses is `Refused` in
+        them, which would else wait for it for ever."""
+        if not self.main and (words := self.gather([""])[0]):
+            raise Refused(words)
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if self.main:
+                self.gather([str(error) or type(error).__name__])
+            raise
         if self.main:
-            self.wait()
+            self.gather([""])
+
+    def agreed(self, ask: Callable[[], T]) -> T:
+        """What the main process answers, in all of them, when all have asked. What one of them refuses all refuse: the first to do so with
+        its error, the others with `Refused`."""
+        if self.count == 1:
+            return ask()
+        answer, error = None, None
+        try:
+            answer = ask()
+        except (ValueError, OSError) as refused:
+            error = refused
+        told = self.gather([(answer, "" if error is None else str(error) or type(error).__name__)])
+        if error is not None:
+            raise error
+        if words := next((words for _, words in told if words), ""):
+            raise Refused(words)
+        return told[0][0]
 
 
 ALONE = Processes()

@@ -594,9 +594,9 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     tokenizer = run.tokenizer(model.facts)
     request = request_of(run, "train")
     checkpoints, processes = run.out / "checkpoints", run.processes
-    if processes.main:
-        trajectories.claim(checkpoints, checkpoints / "request.json", request)
-    processes.wait()
+    with processes.main_first():
+        if processes.main:
+            trajectories.claim(checkpoints, checkpoints / "request.json", request)
     batch_size, accumulation = deal_rows(t.batch_size, t.accumulation, processes.count)
 
     lengths = None
@@ -673,12 +673,11 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         trainer.add_callback(watch(trainer))
     if trainer.engine == "deepspeed":
         run.say("train: no checkpoints, for DeepSpeed's are pickles, which are not read; a training that is broken off starts again")
-    if processes.main:
-        _drop_damaged(checkpoints, run.say)
-    processes.wait()
-    last = get_last_checkpoint(str(checkpoints))
+    with processes.main_first():
+        if processes.main:
+            _drop_damaged(checkpoints, run.say)
+    last = processes.agreed(lambda: _last_checkpoint(checkpoints, trainer.engine))
     if last is not None:
-        training.check_engine(Path(last), trainer.engine)
         run.say(f"train: goes on from {Path(last).name}")
     if last is not None and Path(last).name == f"checkpoint-{steps}":
         # All steps are done, only the student was not yet put in place; the Trainer's loop would take one step more.
@@ -697,6 +696,17 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         _save_student(run, model, tokenizer, peft_model, request, state)
         shutil.rmtree(checkpoints)
     processes.wait()
+
+
+def _last_checkpoint(checkpoints: Path, engine: str) -> str | None:
+    """The checkpoint to go on from, which this engine can read."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from cdlm.trainer import check_engine
+
+    if (last := get_last_checkpoint(str(checkpoints))) is not None:
+        check_engine(Path(last), engine)
+    return last
 
 
 def deal_rows(batch_size: int, accumulation: int, processes: int) -> tuple[int, int]:

@@ -258,16 +258,16 @@ def collect(
     if batch_of is None:
         batch_of = _decode_batch
         asked = teacher_decoding(model.facts, config.max_new_tokens, config.block_length, stop_at_eos=config.stop_at_eos)
-    if processes.main:
-        claim(folder, folder / "collection.json", request)
-    processes.wait()
+    with processes.main_first():
+        if processes.main:
+            claim(folder, folder / "collection.json", request)
     jobs = [(example, temperature) for temperature in temperatures for example in examples]
     shards = [list(enumerate(jobs))[i : i + shard_size] for i in range(0, len(jobs), shard_size)]
     names = [f"shard-{i:05d}" for i in range(len(shards))]
-    todo = [i for i, name in enumerate(names) if not is_whole(folder, name, say)]
+    # All have looked before the first of them writes, and deal out what the main one saw.
+    todo = processes.agreed(lambda: [i for i, name in enumerate(names) if not is_whole(folder, name, say)])
     if len(todo) < len(shards):
         say(f"collect: {len(shards) - len(todo)} of {len(shards)} shards are there already")
-    processes.wait()  # before the first of them writes, so that all deal out the same
     todo = processes.share(todo)
     began = time.monotonic()
     for done, i in enumerate(todo, start=1):

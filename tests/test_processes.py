@@ -1,10 +1,12 @@
 """Two processes do what one does: the same trajectories, losses, student and table, under DDP and FSDP2. One spawn serves all checks."""
 
+import concurrent.futures
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 from two_processes import STOP, broken, on_canvases
 
 from cdlm import cli, recipe, stages
-from cdlm.processes import Processes
+from cdlm.processes import Processes, Refused
 from cdlm.trainer import check_engine
 
 STEPS = 20
@@ -161,6 +163,61 @@ def test_bench_is_for_one_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["bench", str(ROOT / "recipes" / "tiny.yaml")]) == 2
     assert "bench keeps the clock in one process; 2 were launched" in capsys.readouterr().err
+
+
+def together(monkeypatch, work, count=2):
+    """What `work` gives or raises in each of some processes, which are threads here; they gather as processes do."""
+    told, meet = {}, threading.Barrier(count, timeout=20)
+
+    def gather(self, items):
+        told[self.rank] = items
+        meet.wait()
+        found = [item for rank in range(count) for item in told[rank]]
+        meet.wait()
+        return found
+
+    def run(rank):
+        try:
+            return work(Processes(rank, count))
+        except (ValueError, OSError) as error:
+            return error
+
+    monkeypatch.setattr(Processes, "gather", gather)
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_one_process_refuses_all_refuse(monkeypatch, where):
+    """Else the others would wait for it for days."""
+    def work(processes):
+        if processes.rank == where:
+            raise OSError("the disk is full")
+        return "done"
+
+    found = together(monkeypatch, lambda processes: processes.agreed(lambda: work(processes)))
+    assert [str(error) for error in found] == ["the disk is full"] * 2
+    assert type(found[where]) is OSError and type(found[1 - where]) is Refused
+
+
+def test_all_do_what_the_main_process_saw(monkeypatch):
+    """A folder of another machine may show a file later."""
+    assert together(monkeypatch, lambda processes: processes.agreed(lambda: processes.rank), count=3) == [0, 0, 0]
+
+
+def test_what_the_main_process_refuses_first_is_refused_in_the_others(monkeypatch):
+    entered = []
+
+    def work(processes, fails):
+        with processes.main_first():
+            entered.append(processes.rank)
+            if fails and processes.main:
+                raise ValueError("no such recipe")
+        return "done"
+
+    refused = together(monkeypatch, lambda processes: work(processes, True))
+    assert [str(error) for error in refused] == ["no such recipe"] * 2 and type(refused[1]) is Refused and entered == [0]
+    assert together(monkeypatch, lambda processes: work(processes, False)) == ["done", "done"] and entered[1] == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
