@@ -131,7 +131,12 @@ def replacing_folder(folder: Path, before: Iterable[Path] = ()) -> Iterator[Path
                 _remove(stale)
             if folder.exists():
                 os.replace(folder, old)
-            os.replace(partial, folder)
+            try:
+                os.replace(partial, folder)
+            except BaseException:
+                if old.exists():
+                    os.replace(old, folder)
+                raise
             _sync(folder.parent)
             _remove(old)
     finally:

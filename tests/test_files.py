@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,23 @@ def test_a_folder_that_fails_leaves_the_old_one_and_what_speaks_of_it(tmp_path):
             (partial / "new").touch()
             raise SafetensorError("no\nroom")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["a", "a/old", "report"]
+
+
+def test_a_folder_that_can_not_be_put_in_place_leaves_the_old_one_there(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old").touch()
+    replace = os.replace
+
+    def refuse(source, target):
+        if str(source).endswith(".partial") and Path(target) == tmp_path / "a":
+            raise OSError(errno.EIO, "input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises(files.NotWritten, match="a can't be written"):
+        with files.replacing_folder(tmp_path / "a") as partial:
+            (partial / "new").touch()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["a", "a/old"]
 
 
 def test_an_error_of_another_file_keeps_its_name(tmp_path):
