@@ -70,17 +70,18 @@ class Processes:
         its error, the others with `Refused`."""
         if self.count == 1:
             return ask()
-        answer, error = None, None
+        answers: list[T] = []
+        error = None
         try:
-            answer = ask()
+            answers.append(ask())
         except (ValueError, OSError) as refused:
             error = refused
-        told = self.gather([(answer, "" if error is None else str(error) or type(error).__name__)])
+        told = self.gather([(answers, "" if error is None else str(error) or type(error).__name__)])
         if error is not None:
             raise error
         if words := next((words for _, words in told if words), ""):
             raise Refused(words)
-        return told[0][0]
+        return told[0][0][0]
 
 
 ALONE = Processes()
