@@ -58,7 +58,7 @@ class Processes:
             raise Refused(words)
         try:
             yield
-        except (ValueError, OSError) as error:
+        except Exception as error:
             if self.main:
                 self.gather([str(error) or type(error).__name__])
             raise
@@ -74,7 +74,7 @@ class Processes:
         error = None
         try:
             answers.append(ask())
-        except (ValueError, OSError) as refused:
+        except Exception as refused:  # the others are waiting for an answer, whatever it was
             error = refused
         told = self.gather([(answers, "" if error is None else str(error) or type(error).__name__)])
         if error is not None:
