@@ -41,18 +41,15 @@ COSTS = ("steps", "commit_forwards", "forwards", "output_tokens")
 
 @dataclass(frozen=True)
 class Asked:
-    """One text to generate: its tokens, how to decode, what ends it, a key that stands for all of it, and where it is from."""
+    """One text to generate: its tokens, how to decode, what ends it, a key that stands for all of it and the model, where it is from, and
+    the seed of its sampling, which does not depend on where the model's folder is."""
 
     ids: list[int]
     decoding: DecodeConfig
     until: tuple[str, ...]
     key: str
     where: str
-
-    @property
-    def seed(self) -> int:
-        """Of sampling. Equal requests that are repeated have keys, and so seeds, of their own."""
-        return int(self.key[:15], 16)
+    seed: int
 
 
 class Finished:
@@ -369,10 +366,12 @@ class CDLM(TemplateLM):
                     f"model has {self.max_length}; give --gen_kwargs max_gen_toks=N or a smaller --num_fewshot"
                 )
             # The document is part of it, so that a sample's seed does not depend on which other samples a process has.
-            content = json.dumps([self.identity, request.task_name, request.doc_id, ids, asdict(decoding), given["until"]])
-            seen[content] = seen.get(content, -1) + 1
-            key = hashlib.sha256(f"{content} {seen[content]}".encode()).hexdigest()
-            asked.append(Asked(ids, decoding, tuple(given["until"]), key, where))
+            content = json.dumps([self.seed, request.task_name, request.doc_id, ids, asdict(decoding), given["until"]])
+            seen[content] = seen.get(content, -1) + 1  # equal requests that are repeated have keys, and seeds, of their own
+            drawn, key = (
+                hashlib.sha256(f"{of}{content} {seen[content]}".encode()).hexdigest() for of in ("", self.identity)
+            )
+            asked.append(Asked(ids, decoding, tuple(given["until"]), key, where, int(drawn[:15], 16)))
         return asked
 
     def _batches(self, asked: list[Asked], waiting: list[int]) -> Iterable[list[int]]:
