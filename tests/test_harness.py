@@ -110,6 +110,16 @@ def test_a_continuation_behind_a_chat_adds_nothing_to_it(teacher):
     assert before[-2:] == [4, 31] and after == [32] and 2 not in before
 
 
+def test_samples_do_not_depend_on_where_the_models_folder_is(teacher, tmp_path):
+    """Times and paths tell finished samples of one model from another's; draws are of the seed, the document and the request."""
+    shutil.copytree(teacher, tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").touch()
+    asked = generation(PROMPTS, do_sample=True, temperature=1.0)
+    here, there, other = (lm_of(folder, seed=seed).generate_until(asked)
+                          for folder, seed in ((teacher, 0), (tmp_path / "copy", 0), (teacher, 1)))  # fmt: skip
+    assert here == there != other
+
+
 def test_sampling_is_repeatable_and_repeats_differ(teacher):
     same = generation(["copy:abc"] * 2, do_sample=True, temperature=1.0)
     first, second = (lm_of(teacher, seed=7).generate_until(same) for _ in range(2))
