@@ -34,7 +34,7 @@ def block(found: dict[str, Any]) -> str:
     """The sentences of the summary and the table over all tasks, each method at the recipe's own values."""
     if "speculation" in found:
         drafted = found["speculation"]
-        table = report.markdown_table(speculation.table(drafted, report.TITLES), speculation.COLUMNS)
+        table = report.markdown_table(speculation.table(drafted, report.titles(found["results"])), speculation.COLUMNS)
         return "\n".join([*(f"- {line}" for line in speculation.lines(drafted)), "", table, ""])
     own = found["summary"]
     kept = report.own_rows(found, found["results"])

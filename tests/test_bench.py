@@ -157,6 +157,11 @@ def test_parts_made_one_after_another_meet_in_one_report(done, copy):
     both = json.loads((copy / "bench" / "report.json").read_text())
     assert both["results"] == first["results"] and [row["length"] for row in both["growth"]["rows"]] == [16, 32]
     assert "Growth with length" in (copy / "bench" / "report.html").read_text()
+    whole = (copy / "bench" / "report.json").read_bytes()
+    (copy / "bench" / "report.json").write_bytes(whole.replace(b"accuracy", b"accurate", 1))
+    with pytest.raises(ValueError, match=r"report\.json is not what was written"):  # else it would be sealed as it is
+        bench.run(r, copy, ["growth"], [1], [16, 32], growing, say=say)
+    (copy / "bench" / "report.json").write_bytes(whole)
     part = copy / "bench" / "growth.json"
     part.write_text(json.dumps({**json.loads(part.read_text()), "block_length": 12}))
     with pytest.raises(ValueError, match=r"growth\.json is of blocks of 12, decode\.block_length is 8"):

@@ -384,6 +384,18 @@ def test_a_group_has_the_costs_of_its_tasks(teacher, tmp_path, capsys):
     assert found["groups"]["pair"]["tpf,none"] == pair["tpf,none"] > 0
 
 
+def test_the_recorded_command_holds_no_secret_of_the_environment(teacher, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "sekret-value-0123")
+    file = write(tmp_path / "rows.jsonl", [{"task": "copy", "prompt": "copy:abc", "answer": "abc"}])
+    out = tmp_path / "sekret-value-0123"
+    flags = ["--tasks", "small_world", "--apply_chat_template", "--output_path", str(out), "--gen_kwargs", "max_gen_toks=8",
+             "--model_args", "confidence_threshold=0.5", "block_length=8", "--metadata", f"small_world_file={file}"]  # fmt: skip
+    assert run(teacher, *flags) == 0
+    (path,) = out.rglob("results_*.json")
+    command = json.loads(path.read_text())["config"]["cdlm"]["command"]
+    assert "--output_path" in command and "sekret-value-0123" not in " ".join(command)
+
+
 def test_the_papers_commands_in_the_readme_are_flags_of_the_harness():
     """Each is read by the harness's own parser; few-shot examples and lengths are the paper's."""
     asked = {}

@@ -669,3 +669,23 @@ def test_what_needs_a_causal_model_says_so_before_any_work(full, tmp_path, capsy
         assert f"{asked_by} needs a causal model with shifted logits (family causal)" in capsys.readouterr().err
         assert not (tmp_path / objective / "student").exists()
         path.unlink()
+
+
+def test_rows_are_grouped_by_the_recipes_batch_whatever_a_process_takes_of_it(tmp_path, monkeypatch):
+    """As two processes deal them out: forwards of half the rows, in the order of whole ones (see test_trainer)."""
+    from transformers import TrainerCallback
+
+    seen = []
+    run = Run(recipe.load(mini.write(tmp_path), ["train.batch_size=4", "train.accumulation=1", "train.steps=1"]), tmp_path / "out")
+    run.say = seen.append
+    run.out.mkdir()
+    stages.collect(run)
+    monkeypatch.setattr(stages, "deal_rows", lambda batch_size, accumulation, processes: (batch_size // 2, 2 * accumulation))
+    groups = []
+
+    def watch(trainer):
+        groups.append((trainer.grouped, trainer.args.train_batch_size))
+        return TrainerCallback()
+
+    stages.train(run, watch)
+    assert groups == [(4, 2)]

@@ -150,6 +150,10 @@ def test_unfinished_or_foreign_folders_are_refused(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": 9}))
     with pytest.raises(ValueError, match="format version 9; this package reads version 1"):
         Trajectories(tmp_path)
+    for key in ("request", "request_hash", "kept", "trajectories", "schema"):
+        (tmp_path / "manifest.json").write_text(json.dumps({**manifest, key: None}))
+        with pytest.raises(ValueError, match=rf"manifest\.json has {key} None; it is damaged"):
+            Trajectories(tmp_path)
 
 
 def test_screening_reasons():
