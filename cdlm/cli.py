@@ -228,6 +228,34 @@ def _main(arguments: list[str] | None) -> int:
             print(terminal.line(traceback.format_exc().rstrip()), file=sys.stderr)
         print(f"cdlm: error: {terminal.line(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        if args.debug:
+            print(terminal.line(traceback.format_exc().rstrip()), file=sys.stderr)
+        words = " ".join(str(error).split()).split(" If reserved but unallocated")[0]
+        print(
+            f"cdlm: error: out of memory ({terminal.line(words) or 'no bytes named'}). What was finished is kept; {_smaller(args.command)}",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or this machine's memory, had no room for a tensor or an object."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _smaller(command: str) -> str:
+    """What to make smaller."""
+    if command in ("generate", "eval"):
+        return "take a smaller --max-new-tokens, batch or dtype" if command == "generate" else "take a smaller --batch_size or dtype"
+    return (
+        "take smaller batches (collect.batch_size, train.batch_size with more train.accumulation, evaluate.batch_size), "
+        "train.gradient_checkpointing, or more devices: cdlm plan RECIPE tells what a device would hold"
+    )
 
 
 @contextlib.contextmanager
@@ -280,7 +308,7 @@ def _stages(args: argparse.Namespace) -> int:
 
     run = stages.Run(recipe, out, say=_say, command=_typed(args))
     if args.command == "plan":
-        print(plan.text(run, stages.stages_of(recipe), args.hardware, 1 if args.gpus is None else args.gpus))
+        _say(plan.text(run, stages.stages_of(recipe), args.hardware, 1 if args.gpus is None else args.gpus))
         return 0
     if args.gpus is not None and not args.dry_run:
         raise ValueError("--gpus belongs to a plan; it goes with --dry-run (accelerate launch starts the processes of a run)")
@@ -289,10 +317,10 @@ def _stages(args: argparse.Namespace) -> int:
     if args.dry_run and args.command == "ablate":
         if args.gpus is not None:
             raise ValueError("--gpus: ablate has no plan for several devices; cdlm plan tells that of one training")
-        print(plan.ablation(run, args.hardware))
+        _say(plan.ablation(run, args.hardware))
         return 0
     if args.dry_run:
-        print(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware, args.gpus))
+        _say(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware, args.gpus))
         return 0
     _check_device(recipe.device)
     _quiet()
@@ -477,7 +505,7 @@ def _import(args: argparse.Namespace) -> int:
         max_prompt_tokens=args.max_prompt_tokens, limit=args.limit, correct_only=args.correct_only,
     )
     importers.import_folder(asked, args.source, args.target, args.model, family=args.family, say=_say)
-    print(f"in a recipe, instead of collect:  trajectories: {args.target.resolve()}")
+    _say(f"in a recipe, instead of collect:  trajectories: {args.target.resolve()}")
     return 0
 
 
@@ -518,7 +546,7 @@ def _bench(args: argparse.Namespace) -> int:
     _check_device(recipe.device)
     _quiet()
     with _folder(out):
-        print(bench.run(recipe, out, parts, args.batches, args.lengths, growing, command=_typed(args), say=_say))
+        _say(bench.run(recipe, out, parts, args.batches, args.lengths, growing, command=_typed(args), say=_say))
     return 0
 
 
@@ -548,7 +576,7 @@ def _push_run(args: argparse.Namespace) -> int:
     run = stages.Run(recipe, args.out or Path("runs") / recipe.name)
     _require(run, "push")
     assert recipe.push is not None
-    print(hub.listing(hub.pack(run.exported, recipe.push.repo_id, adapter_only=recipe.push.adapter_only), recipe.push.private))
+    _say(hub.listing(hub.pack(run.exported, recipe.push.repo_id, adapter_only=recipe.push.adapter_only), recipe.push.private))
     return 0
 
 
@@ -588,15 +616,15 @@ def _roofline(args: argparse.Namespace) -> int:
         raise ValueError("--plot needs matplotlib: pip install 'cdlm[report]'")
     found = [roofline.analyse(shape, roofline.card(card), mode, **given) for card in args.hardware for mode in args.mode]
     size = f"{roofline.count(shape.parameters)} parameters"
-    print(f"{args.model}: {size}, batch {args.batch}, {args.context} + {args.generate} tokens, blocks of {args.block}")
-    print(roofline.table(found))
+    _say(f"{args.model}: {size}, batch {args.batch}, {args.context} + {args.generate} tokens, blocks of {args.block}")
+    _say(roofline.table(found))
     for f in found:
         if f["proposals"] is not None:
             free = f"about {f['proposals']:.1f} blocks of {args.block}"
-            print(f"{f['hardware']}: attention over a long cache takes in {free} a forward before it is bound by compute")
-            print(f"{f['hardware']}: {_free(f, args.block, args.tpf)}")
+            _say(f"{f['hardware']}: attention over a long cache takes in {free} a forward before it is bound by compute")
+            _say(f"{f['hardware']}: {_free(f, args.block, args.tpf)}")
         if args.operators:
-            print(f"\n{f['hardware']}, {f['mode']}:\n{roofline.operator_table(f)}")
+            _say(f"\n{f['hardware']}, {f['mode']}:\n{roofline.operator_table(f)}")
     if args.json is not None:
         _write_file(args.json, {"model": args.model, **given, "results": found})
     if args.plot is not None:
@@ -627,12 +655,12 @@ def _kernels(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what triton 3.9 does unasked; said, so that it does not warn
     machine_code.check_targets(args.targets)
     found = machine_code.survey(args.targets, workers=os.cpu_count() or 1)
-    print(machine_code.table(found))
+    _say(machine_code.table(found))
     if args.json is not None:
         _write_file(args.json, machine_code.as_json(found))
     faults = [f"{r.kernel} on {r.target} at head dimension {r.head_dim}: {r.fault}" for r in found if r.fault]
     for fault in faults:
-        print(f"cdlm: error: {fault}", file=sys.stderr)
+        print(f"cdlm: error: {terminal.line(fault)}", file=sys.stderr)
     return 1 if faults else 0
 
 

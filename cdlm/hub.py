@@ -7,7 +7,6 @@ an adapter. `pack` chooses what of a folder is sent and `push` sends it, with hu
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -329,10 +328,6 @@ FILES_SENT = (
     "README.md", "LICENSE*", "NOTICE*", "*config.json", "facts.json", "vocab.json", "merges.txt", "vocab.txt", "requirements.txt",
     "*.model", "*.tiktoken", "*.jinja", "*.safetensors.index.json", "*.py", ".eval_results/*.yaml", "*.png", "*.jpg", "*.svg", "*.webp",
 )  # fmt: skip
-ACCESS_TOKEN = re.compile(
-    rb"\bhf_[A-Za-z0-9]{30}|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{50}|\bsk-(?:proj-|ant-)?[A-Za-z0-9]{32}"
-    rb"|\bAKIA[A-Z0-9]{16}\b|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
 
 
 @dataclass(frozen=True)
@@ -485,14 +480,17 @@ def _why_not(path: Path, folder: Path, weights: list[str], is_adapter: bool) -> 
 
 
 def _refuse_access_tokens(files: list[Path]) -> None:
-    """A ValueError that names a file which holds an access token: this machine's, or what looks like one."""
+    """A ValueError that names a file which holds an access token: this machine's, a secret of the environment, or what looks like one."""
     from huggingface_hub import get_token
 
     own = get_token()
     for path in files:
         content = path.read_bytes()
-        if ACCESS_TOKEN.search(content) or (own and len(own) > 8 and own.encode() in content):
-            raise ValueError(f"{path} holds what looks like an access token or private key; take it out, nothing was sent")
+        if terminal.holds_secret(content) or (own and len(own) > 8 and own.encode() in content):
+            raise ValueError(
+                f"{path} holds what looks like an access token or private key, or a secret of the environment: take it out; nothing was "
+                "sent"
+            )
 
 
 def listing(shipment: Shipment, private: bool) -> str:

@@ -10,11 +10,16 @@ import unicodedata
 from collections.abc import Mapping
 from html import escape
 
-SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|APIKEY|KEY)S?(?:$|_(?!PATH$|FILE$|DIR$))")
-ACCESS_TOKEN = re.compile(
-    r"\bhf_[A-Za-z0-9]{30}[A-Za-z0-9]*|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{50}[A-Za-z0-9_]*"
-    r"|\bsk-(?:proj-|ant-)?[A-Za-z0-9]{32}[A-Za-z0-9]*|\bAKIA[A-Z0-9]{16}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+SECRET_NAME = re.compile(
+    r"PASSWORD|PASSWD|PASSPHRASE|(?:^|_)(?:TOKEN|SECRET|CREDENTIAL|APIKEY|KEY|PAT|AUTH)S?(?:$|_(?!PATH$|FILE$|DIR$|SOCK$))|._PWD$"
 )
+FORMS = (  # of access tokens and keys that are known by their first letters
+    r"\bhf_[A-Za-z0-9]{30}[A-Za-z0-9]*|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{50}[A-Za-z0-9_]*"
+    r"|\bglpat-[A-Za-z0-9_-]{20}|\bsk-[A-Za-z0-9]{32}[A-Za-z0-9]*"
+    r"|\bsk-(?:proj|ant)-[A-Za-z0-9_-]{32}[A-Za-z0-9_-]*|\bAKIA[A-Z0-9]{16}\b"
+)
+ACCESS_TOKEN = re.compile(FORMS + r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+SECRET_BYTES = re.compile((FORMS + r"|-----BEGIN [A-Z ]*PRIVATE KEY-----").encode())  # what no file that is sent may hold
 HIDDEN = "[hidden]"
 
 
@@ -29,13 +34,24 @@ def _written(character: str) -> str:
     return character if character in "\u200c\u200d" else character.encode("unicode_escape", "surrogatepass").decode()
 
 
+def secrets(environment: Mapping[str, str] | None = None) -> list[str]:
+    """The values of the environment's secrets, by their names; the longest first, for one may be a part of another. Values below eight
+    characters are none: they are words that a text may hold anyway."""
+    named = (os.environ if environment is None else environment).items()
+    return sorted({value for name, value in named if len(value) >= 8 and SECRET_NAME.search(name.upper())}, key=len, reverse=True)
+
+
 def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
     """The text without the values of the environment's secrets (by their names), access tokens (by their form) and passwords in
     addresses."""
-    for name, value in (os.environ if environment is None else environment).items():
-        if len(value) >= 8 and SECRET_NAME.search(name.upper()):
-            text = text.replace(value, HIDDEN)
+    for value in secrets(environment):
+        text = text.replace(value, HIDDEN)
     return ACCESS_TOKEN.sub(HIDDEN, text)
+
+
+def holds_secret(content: bytes, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the bytes of a file hold a value of the environment's secrets, what has the form of an access token, or a private key."""
+    return bool(SECRET_BYTES.search(content)) or any(value.encode("utf-8", "surrogateescape") in content for value in secrets(environment))
 
 
 def markdown(text: str) -> str:

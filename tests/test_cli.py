@@ -12,7 +12,7 @@ import torch
 from mini import contents, finished, snapshot
 from rich.console import Console
 
-from cdlm import cli, data, families
+from cdlm import cli, data, families, stages
 from cdlm.decode import DecodeConfig, decode
 from cdlm.trace import Trace
 
@@ -143,6 +143,28 @@ def test_generate_with_bad_input_is_one_line(folder, capsys, arguments, named):
 @pytest.mark.parametrize("raw", [[], ["--raw"]])
 def test_generate_refuses_a_prompt_that_it_can_not_read(folder, capsys, prompt, named, raw):
     refused(capsys, ["generate", "teacher", "--prompt", prompt, "--max-new-tokens", "16", *raw], named)
+
+
+def _no_room_on_a_device():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. If reserved but unallocated memory is large ...")
+
+
+@pytest.mark.parametrize("ask, named", [
+    (_no_room_on_a_device, "Tried to allocate 9.00 GiB.)"), (lambda: torch.empty(2**56), "can't allocate memory"),
+    (lambda: bytes(2**62), "no bytes named"),
+])  # fmt: skip
+def test_no_room_in_memory_is_one_line(folder, capsys, monkeypatch, ask, named):
+    """And a traceback with --debug; any other RuntimeError stays what it is, for it is a fault of this package."""
+    monkeypatch.setattr(stages, "collect", lambda run: ask())
+    asked = ["distill", str(folder / "mini.yaml"), "--out", str(folder / "out")]
+    assert cli.main(asked) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith("cdlm: error: out of memory (") and "train.batch_size" in line and "unallocated" not in line
+    assert named in line
+    assert cli.main(["--debug", *asked]) == 2 and "Traceback" in capsys.readouterr().err
+    monkeypatch.setattr(stages, "collect", lambda run: (_ for _ in ()).throw(RuntimeError("a shape is wrong")))
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        cli.main(asked)
 
 
 def test_no_command_and_an_unknown_one_end_with_status_2(capsys):

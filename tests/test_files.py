@@ -215,6 +215,22 @@ def test_secrets_are_hidden_by_name_and_by_form():
     )
 
 
+@pytest.mark.parametrize("name, hidden", [
+    ("PGPASSWORD", True), ("MYSQL_PWD", True), ("GITHUB_PAT", True), ("AWS_SECRET_ACCESS_KEY", True), ("NPM_AUTH", True),
+    ("GPG_PASSPHRASE", True), ("wandb_api_key", True), ("REGISTRY_PASSWORD_PROD", True),
+    ("PWD", False), ("OLDPWD", False), ("SSH_AUTH_SOCK", False), ("PATH", False), ("MONKEY", False), ("XAUTHORITY", False),
+])  # fmt: skip
+def test_names_of_secrets(name, hidden):
+    """The current directory and a socket are none."""
+    shown = terminal.without_secrets("at correct-horse now", {name: "correct-horse"})
+    assert shown == ("at [hidden] now" if hidden else "at correct-horse now")
+    assert terminal.holds_secret(b"correct-horse", {name: "correct-horse"}) is hidden
+
+
+def test_a_secret_that_begins_another_leaves_nothing_of_it():
+    assert terminal.without_secrets("abcdefgh-rest", {"A_TOKEN": "abcdefgh", "B_TOKEN": "abcdefgh-rest"}) == "[hidden]"
+
+
 def test_names_are_text_in_markdown():
     shown = terminal.markdown("<b>|[a](b)*c*\n# _d_ snake_case")
     assert shown == "&lt;b&gt;&#124;\\[a\\](b)\\*c\\* # \\_d\\_ snake_case"

@@ -338,6 +338,7 @@ def test_a_link_inside_the_folder_is_sent_as_a_file(exported):
 
 @pytest.mark.parametrize("text", [
     TOKEN, "hf_" + "a" * 34, "ghp_" + "b" * 36, "-----BEGIN OPENSSH PRIVATE KEY-----", "AKIA" + "A1B2C3D4E5F6G7H8", "sk-" + "c" * 40,
+    "sk-proj-" + "d_e-" * 10, "glpat-" + "f" * 20,
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["README.md", "custom_generate/generate.py", "tokenizer_config.json"])
 def test_an_access_token_in_a_file_of_the_model_stops_the_push(server, exported, tmp_path, monkeypatch, name, text):
@@ -349,8 +350,9 @@ def test_an_access_token_in_a_file_of_the_model_stops_the_push(server, exported,
     assert text not in str(refusal.value)
 
 
-def test_this_machines_own_token_is_found_whatever_its_form(exported, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "an-unusual-token")
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY"])
+def test_secrets_of_the_environment_are_found_whatever_their_form(exported, monkeypatch, variable):
+    monkeypatch.setenv(variable, "an-unusual-token")
     (exported / "README.md").write_text("key: an-unusual-token")
     with pytest.raises(ValueError, match=r"README\.md holds"):
         hub.pack(exported, "me/student")
