@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cdlm import data, trajectories, unmask
@@ -209,50 +208,28 @@ def _decode_batch(
 
 def load(folder: Path) -> "Canvases | trajectories.Trajectories":
     """A finished folder of either kind, as what it holds."""
-    manifest = trajectories.read_manifest(folder)
-    return Canvases(folder, manifest) if "canvas" in manifest["schema"] else trajectories.Trajectories(folder)
+    kind = Canvases if "canvas" in trajectories.read_manifest(folder)["schema"] else trajectories.Trajectories
+    return kind(folder)
 
 
-class Canvases:
+class Canvases(trajectories.Rows):
     """A finished folder, as a sequence of `CanvasTrajectory`. Logits are read from disk one trajectory at a time."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], *, screened: bool = False):
+    def __init__(self, folder: Path, *, screened: bool = False):
         """screened: also give the trajectories that the recipe's rule dropped."""
         import pyarrow.parquet as pq
 
-        self.manifest = manifest
-        drop = manifest["kept"] < manifest["trajectories"] and not screened
-        self.rows: list[dict[str, Any]] = []
-        self._places: list[tuple[int, int, int]] = []  # shard, and the steps of it that are this row's
-        self._files = [folder / f"{name}.safetensors" for name in manifest["shards"]]
-        self._open: dict[int, Any] = {}
-        for shard, name in enumerate(manifest["shards"]):
-            rows = pq.read_table(folder / f"{name}.parquet").to_pylist()
-            ends = list(accumulate(sum(row["steps"]) for row in rows))
-            for row, end in zip(rows, ends, strict=True):
-                if not (drop and row["screened"]):
-                    self.rows.append(row)
-                    self._places.append((shard, end - sum(row["steps"]), end))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def _slice(self, index: int, name: str) -> Tensor:
-        shard, begin, end = self._places[index]
-        if shard not in self._open:
-            try:
-                self._open[shard] = safe_open(self._files[shard], framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self._files[shard]} can't be read ({error}); remove it and collect again") from None
-        return self._open[shard].get_slice(name)[begin:end]
+        super().__init__(folder, screened=screened)
+        ends = []  # of each row of a shard, in the steps of the shard's tensors
+        for name in self.manifest["shards"]:
+            counts = pq.read_table(folder / f"{name}.parquet", columns=["steps"])["steps"].to_pylist()
+            ends.append(list(accumulate(map(sum, counts), initial=0)))
+        self._steps = [(ends[shard][place], ends[shard][place + 1]) for shard, place in self.places]
 
     def __getitem__(self, index: int) -> CanvasTrajectory:
-        row = dict(self.rows[index])
-        steps = sum(row["steps"])
-        for name, kind in (("canvas", torch.long), ("accepted", torch.bool), ("argmax", torch.long)):
-            row[name] = torch.tensor(row[name], dtype=kind).reshape(steps, -1)
-        row["tokens"] = torch.tensor(row["tokens"], dtype=torch.long)
-        row["left"] = torch.tensor(row["left"], dtype=torch.long)
-        row["temperatures"] = torch.tensor(row["temperatures"], dtype=torch.float32)
-        row |= {name: self._slice(index, name) for name in ("logits", "ids", "total")}
-        return CanvasTrajectory(**row)
+        kinds = {"canvas": torch.long, "accepted": torch.bool, "argmax": torch.long, "tokens": torch.long, "left": torch.long}
+        row, (begin, end) = self.row(index, {**kinds, "temperatures": torch.float32}), self._steps[index]
+        for name in ("canvas", "accepted", "argmax"):
+            row[name] = row[name].reshape(end - begin, -1)
+        file = self.stored(self.places[index][0])
+        return CanvasTrajectory(**row, **{name: file.get_slice(name)[begin:end] for name in ("logits", "ids", "total")})

@@ -97,6 +97,7 @@ class Run:
     processes: Processes = ALONE
     _hub: dict[str, tuple[Any, data.HubData]] = field(default_factory=dict, repr=False)
     _examples: dict[tuple[str, int | None], list[data.Example]] = field(default_factory=dict, repr=False)
+    _hashes: trajectories.Hashes = field(default_factory=trajectories.Hashes, repr=False)
     _sound: set[str] = field(default_factory=set, repr=False)  # stages whose files were compared with their checksums, or just written
 
     @property
@@ -417,8 +418,8 @@ class Run:
         r = self.recipe
         if r.scratch is not None:
             config, tokenizer = r.path(r.scratch.config), r.path(r.scratch.tokenizer)
-            return f"scratch {files.sha256(config)} {trajectories.folder_hash(tokenizer)}"
-        return trajectories.folder_hash(r.model_path())
+            return f"scratch {files.sha256(config)} {self._hashes.of(tokenizer)}"
+        return self._hashes.of(r.model_path())
 
 
 def _check_unread(r: Recipe, redecides: bool) -> None:
@@ -470,9 +471,9 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
         if measured["decode"][name] is None:
             del measured["decode"][name]
     if r.evaluate.autoregressive is not None:
-        measured["autoregressive"] = trajectories.folder_hash(r.path(r.evaluate.autoregressive))
+        measured["autoregressive"] = run._hashes.of(r.path(r.evaluate.autoregressive))
     if r.train.objective == "tidar":
-        measured["assistant"] = None if r.evaluate.draft_model is None else trajectories.folder_hash(r.path(r.evaluate.draft_model))
+        measured["assistant"] = None if r.evaluate.draft_model is None else run._hashes.of(r.path(r.evaluate.draft_model))
         measured["hardware"] = r.hardware if r.decode.proposals == "auto" else None
     else:  # what the other objectives do not read
         measured["decode"] = {k: v for k, v in measured["decode"].items() if k != "proposals"}

@@ -150,19 +150,38 @@ class Recorder:
         self.taken[step.row_A.cpu()] += 1
 
 
+def _hashed(folder: Path) -> list[Path]:
+    """The files of a model folder that say what it computes: config, tokenizer, weights."""
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    return sorted([*(folder / name for name in names if (folder / name).is_file()), *folder.glob("*.safetensors")])
+
+
 def folder_hash(folder: str | Path) -> str:
     """sha256 over the names and contents of a model folder's config, weights and tokenizer; the id itself for a Hub repository."""
     folder = Path(folder)
     if not folder.is_dir():
         return str(folder)
     digest = hashlib.sha256()
-    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    for file in sorted([*(folder / name for name in names if (folder / name).is_file()), *folder.glob("*.safetensors")]):
+    for file in _hashed(folder):
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             while chunk := stream.read(1 << 22):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+class Hashes:
+    """`folder_hash`, each folder read once: again only when a file of it has another size, time or place on disk."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[list[tuple[str, int, int, int]], str]] = {}
+
+    def of(self, folder: str | Path) -> str:
+        stats = [(file.name, file.stat()) for file in _hashed(Path(folder))]
+        seen = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
+        if (known := self._known.get(str(folder))) is None or known[0] != seen:
+            self._known[str(folder)] = known = (seen, folder_hash(folder))
+        return known[1]
 
 
 def versions() -> dict[str, str]:
@@ -435,43 +454,69 @@ def longest_prompt(folder: Path) -> int:
     )
 
 
-class Trajectories:
-    """A finished folder, as a sequence of `Trajectory`. Hidden rows are read from disk one trajectory at a time."""
+class Rows:
+    """The rows of a finished folder, in Arrow's columns: as Python's objects they would take many times as much memory, in each process.
+
+    places: of each row its shard, and its row there. Tensors beside the rows are read from disk when they are asked for.
+    """
 
     def __init__(self, folder: Path, *, screened: bool = False):
         """screened: also give the trajectories that the recipe's rule dropped."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.manifest = read_manifest(folder)
-        self.has_hidden: bool = self.manifest.get("hidden", True)
         drop = self.manifest["kept"] < self.manifest["trajectories"] and not screened
-        self.rows: list[dict[str, Any]] = []
-        self._places: list[tuple[int, int]] = []
+        self.places: list[tuple[int, int]] = []
         self._files = [folder / f"{name}.safetensors" for name in self.manifest["shards"]]
         self._open: dict[int, Any] = {}
+        tables = []
         for shard, name in enumerate(self.manifest["shards"]):
-            for place, row in enumerate(pq.read_table(folder / f"{name}.parquet").to_pylist()):
-                if not (drop and row["screened"]):
-                    self.rows.append(row)
-                    self._places.append((shard, place))
+            table = pq.read_table(folder / f"{name}.parquet")
+            kept = [place for place, why in enumerate(table["screened"].to_pylist()) if not (drop and why)]
+            tables.append(table.take(pa.array(kept, pa.int64())))
+            self.places += [(shard, place) for place in kept]
+        self._table = pa.concat_tables(tables).combine_chunks()
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self._table.num_rows
+
+    def row(self, index: int, tensors: dict[str, torch.dtype]) -> dict[str, Any]:
+        """Values by the names of the schema. tensors: name -> dtype of those lists that are given as tensors."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        found: dict[str, Any] = {}
+        for name in self._table.column_names:
+            value = self._table[name][index % len(self)]
+            if name in tensors and value.is_valid:
+                found[name] = torch.tensor(value.values.to_numpy(zero_copy_only=False), dtype=tensors[name])
+            else:
+                found[name] = value.as_py()
+        return found
+
+    def stored(self, shard: int) -> Any:
+        """The open safetensors file of a shard."""
+        if shard not in self._open:
+            try:
+                self._open[shard] = safe_open(self._files[shard], framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self._files[shard]} can't be read ({error}); remove it and collect again") from None
+        return self._open[shard]
+
+
+class Trajectories(Rows):
+    """A finished folder, as a sequence of `Trajectory`. Hidden rows are read from disk one trajectory at a time."""
+
+    @property
+    def has_hidden(self) -> bool:
+        return self.manifest.get("hidden", True)
 
     def hidden(self, index: int) -> Tensor | None:
         if not self.has_hidden:
             return None
-        shard, place = self._places[index]
-        if shard not in self._open:
-            try:
-                self._open[shard] = safe_open(self._files[shard], framework="pt").get_slice("hidden")
-            except SafetensorError as error:
-                raise ValueError(f"{self._files[shard]} can't be read ({error}); remove it and collect again") from None
-        return self._open[shard][place]
+        shard, place = self.places[index]
+        return self.stored(shard).get_slice("hidden")[place]
 
     def __getitem__(self, index: int) -> Trajectory:
-        row = dict(self.rows[index])
-        row["tokens"] = torch.tensor(row["tokens"], dtype=torch.long)
-        row["step"] = torch.tensor(row["step"], dtype=torch.long)
-        row["confidence"] = None if row["confidence"] is None else torch.tensor(row["confidence"])
+        row = self.row(index, {"tokens": torch.long, "step": torch.long, "confidence": torch.float32})
         return Trajectory(**row, hidden=self.hidden(index))

@@ -1,6 +1,7 @@
 """Contract 7, screening, and the files."""
 
 import json
+import tracemalloc
 
 import pytest
 import torch
@@ -240,3 +241,46 @@ def test_an_end_token_behind_the_budget_is_none(tmp_path, monkeypatch):
     stored = list(Trajectories(tmp_path, screened=True))
     assert {t.stop for t in stored} == {"length"} and {t.screened for t in stored} == {"no_eos"}
     assert any(2 in t.tokens.tolist() for t in stored), "the end token is there, behind the budget"
+
+
+def test_rows_are_held_in_columns(tmp_path):
+    """60 rows of 4,096 values in three columns take at most twice their 4 bytes a value; as Python's integers it would be ten times."""
+    import pyarrow as pa
+
+    (tmp_path / "collection.json").write_text("{}")
+    slots = list(range(1000, 1000 + 4096))
+    row = {
+        "example": 0, "group": "a", "temperature": 0.0, "seed": 0, "prompt_ids": [1], "answer_ids": [2], "tokens": slots, "step": slots,
+        "confidence": [0.5] * 4096, "decoded": 4096, "stop": "eos", "screened": "",
+    }  # fmt: skip
+    rows = [{"id": number, **row} for number in range(60)]
+    trajectories.write_shard(tmp_path, "shard-00000", rows, None)
+    trajectories.write_manifest(tmp_path, ["shard-00000"], {}, trajectories.Screen(), hidden=False)
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    stored = Trajectories(tmp_path)
+    python, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(stored) == 60 and stored[59].id == 59 and stored[-1].tokens.tolist() == slots
+    assert python + pa.total_allocated_bytes() - before < 2 * 4 * 3 * 4096 * 60
+    with pytest.raises(IndexError, match="row 60 of 60"):
+        stored[60]
+
+
+def test_a_model_is_hashed_again_only_when_a_file_of_it_is_another(tmp_path, monkeypatch):
+    read = []
+    real = trajectories.folder_hash
+    monkeypatch.setattr(trajectories, "folder_hash", lambda folder: read.append(folder) or real(folder))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("of no account")
+    hashes = trajectories.Hashes()
+    first = hashes.of(tmp_path)
+    assert first == real(tmp_path) == hashes.of(tmp_path) and len(read) == 1
+    (tmp_path / "notes.txt").write_text("changed")
+    assert hashes.of(tmp_path) == first and len(read) == 1
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    second = hashes.of(tmp_path)
+    (tmp_path / "other").write_bytes(b"weighed")
+    (tmp_path / "other").replace(tmp_path / "model.safetensors")  # the same size, and perhaps the same time
+    assert len({first, second, hashes.of(tmp_path)}) == 3 and len(read) == 3
+    assert hashes.of("user/name") == "user/name"
