@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from mini import values as mini_values
 
-from cdlm import recipe
+from cdlm import recipe, terminal
 from cdlm.decode import DecodeConfig, Step, decode, slots
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -62,8 +62,9 @@ def changed_recipe(edits: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     return found
 
 
-def check_recipe(folder: Path, text: str) -> bool:
-    """A recipe is taken, and then means the same written down again, or it is refused by one ValueError of bounded length."""
+def check_recipe(folder: Path, text: str, keys: list[tuple[str, ...]] | None = None) -> bool:
+    """A recipe is taken, and then means the same written down again, or it is refused by one ValueError of bounded length, which names the
+    file, or one of the keys that were changed (keys; their section for what is missing in it)."""
     file = folder / "fuzz.yaml"
     file.write_text(text, encoding="utf-8")
     try:
@@ -71,6 +72,9 @@ def check_recipe(folder: Path, text: str) -> bool:
     except ValueError as error:
         assert type(error) in (ValueError, recipe.DoubleKey), repr(error)
         assert 0 < len(str(error)) < 3000
+        shown = terminal.visible(str(error))
+        named = [str(file)] if keys is None else [terminal.visible(part) for key in keys for part in key]
+        assert any(name in shown for name in named), f"{error} names none of {named}"
         return False
     plain = {key: value for key, value in asdict(found).items() if key != "folder"}
     json.dumps(plain)
@@ -89,10 +93,13 @@ def recipes(examples: int, part: int = 0) -> int:
 
         @seed(part)
         @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-        @given(st.one_of(changes.map(changed_recipe).map(yaml.safe_dump), st.text(max_size=60)))
-        def one(text: str) -> None:
+        @given(st.one_of(changes, st.text(max_size=60)))
+        def one(made: str | list[tuple[tuple[str, ...], Any]]) -> None:
             nonlocal taken
-            taken += check_recipe(Path(place), text)
+            if isinstance(made, str):
+                taken += check_recipe(Path(place), made)
+            else:
+                taken += check_recipe(Path(place), yaml.safe_dump(changed_recipe(made)), [key for key, _ in made])
 
         one()
     return taken
@@ -120,7 +127,7 @@ def asked(draw: st.DrawFn) -> tuple[int, list[list[int]], dict[str, Any]]:
     """A model, prompts with masks, end tokens and padding tokens in odd places, and values of DecodeConfig."""
     ids = st.integers(3, VOCABULARY - 1) | st.sampled_from([0, MASK, EOS])
     prompts = draw(st.lists(st.lists(ids, min_size=1, max_size=7), min_size=1, max_size=3))
-    least = draw(st.sampled_from([0] + [1] * 19))  # now and then what is refused
+    least = draw(st.sampled_from([1] * 19 + [0]))  # now and then what is refused
     values: dict[str, Any] = {"max_new_tokens": draw(st.integers(least, 9)), "block_length": draw(st.integers(least, 10))}
     way = draw(st.sampled_from(["confidence_threshold", "tokens_per_step", "steps", "steps_per_block", "factor", "entropy_bound"]))
     if way in ("confidence_threshold", "factor", "entropy_bound"):
@@ -166,16 +173,21 @@ def pad(prompts: list[list[int]], more: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 def check_decoding(kind: int, prompts: list[list[int]], values: dict[str, Any]) -> bool:
-    """A decoding is refused by one ValueError, or keeps the contracts: the budget and the end token are honoured, no mask is left, a batch
-    is its rows alone, padding changes nothing, the cache changes nothing."""
-    model = model_of(kind)
+    """A decoding is refused by one ValueError, which names a value, before the first forward; or it keeps the contracts: the budget and the
+    end token are honoured, no mask is left, a batch is its rows alone, padding changes nothing, the cache changes nothing."""
+    model, forwards = model_of(kind), []
+    watch = model.hf.get_input_embeddings().register_forward_pre_hook(lambda *_: forwards.append(1))
     try:
         config = DecodeConfig(**values)
         seeds = list(range(len(prompts))) if config.temperature > 0 else None
         out = decode(model, *pad(prompts), config, seeds=seeds, callback=Watch(MASK))
     except ValueError as error:
-        assert type(error) is ValueError and "\n" not in str(error)
+        assert type(error) is ValueError and "\n" not in str(error) and not forwards
+        assert any(name in str(error) for name in (*values, "use_cache")), error  # which is asked for where nothing is said
         return False
+    finally:
+        watch.remove()
+    assert forwards
     budget = config.max_new_tokens
     assert out.ids_BN.shape == (len(prompts), budget)
     assert out.filled_BM.shape[1] == slots(model.facts, budget, config.block_length)

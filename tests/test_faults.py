@@ -48,8 +48,8 @@ def test_a_case_of_the_campaign(world, tmp_path, name):
 
 
 def test_random_recipes_are_taken_or_refused_by_one_error():
-    assert fuzz.recipes(200) > 20
+    assert fuzz.recipes(200) > 60
 
 
 def test_random_decodings_keep_the_contracts():
-    assert fuzz.decodings(40) > 5
+    assert fuzz.decodings(40) > 15
