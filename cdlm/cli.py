@@ -93,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--steps-per-block", type=int, help="spend so many steps on a block; with a threshold, at most so many")
     generate.add_argument("--order", help="slots revealed first: confidence (default), entropy, margin or sequential")
     generate.add_argument("--max-denoising-steps", type=int, help="most steps of a block, where every step decides every slot")
+    generate.add_argument("--t-min", type=float, help="temperature of such a block's last step")
+    generate.add_argument("--t-max", type=float, help="temperature of its first step")
+    generate.add_argument("--stability-threshold", type=int, help="such a block is done early when its tokens are those of so many steps")
+    generate.add_argument("--entropy-threshold", type=float, help="and its mean entropy is below this (nats)")
     generate.add_argument("--entropy-bound", type=float, help="a step's slots have entropies that add up to no more (with --order entropy)")
     generate.add_argument("--top-k", type=int, help="choose among the k most probable tokens")
     generate.add_argument("--top-p", type=float, help="choose among the fewest tokens whose probabilities add up to p")
@@ -690,7 +694,8 @@ def _generate(args: argparse.Namespace) -> int:
         model, config, attention=args.attention, max_new_tokens=args.max_new_tokens, block_length=args.block_length,
         confidence_threshold=args.confidence_threshold, tokens_per_step=args.tokens_per_step, steps=args.steps,
         steps_per_block=args.steps_per_block, order=args.order, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-        max_denoising_steps=args.max_denoising_steps, entropy_bound=args.entropy_bound,
+        max_denoising_steps=args.max_denoising_steps, entropy_bound=args.entropy_bound, t_min=args.t_min, t_max=args.t_max,
+        stability_threshold=args.stability_threshold, entropy_threshold=args.entropy_threshold,
     )
     budget = decoding.max_new_tokens
     wrapped = tokenizer.chat_template is not None and not args.raw

@@ -120,6 +120,24 @@ def test_generate_is_the_decoder_with_a_seed(folder, loaded, capsys, monkeypatch
     assert "exactly one of" in capsys.readouterr().err
 
 
+def test_generate_takes_every_value_of_the_sampler(folder, loaded, capsys):
+    """One flag a value; they are those of the decoding, and change it."""
+    model, tokenizer = loaded
+    ids = torch.tensor([data.prompt_ids(tokenizer, "copy:5naj", chat_template=True)])
+    values = {
+        "max_denoising_steps": 9, "t_min": 0.1, "t_max": 0.9, "stability_threshold": 1, "entropy_threshold": 4.0, "entropy_bound": 1.5,
+    }  # fmt: skip
+    flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    found = []
+    for words, config in (([], CONFIG), (flags, replace(CONFIG, **values))):
+        out = decode(model, ids, torch.ones_like(ids, dtype=torch.bool), config, seeds=[4])
+        assert cli.main(["generate", str(folder), "--prompt", "copy:5naj", "--seed", "4", *words]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == tokenizer.decode(out.answer(0, (2,))) + "\n" and f"{out.steps[0]} steps" in captured.err
+        found.append(captured.out)
+    assert found[0] != found[1]
+
+
 def test_a_trace_shows_slots_that_are_decided_again(loaded):
     """Colours: green where a slot is accepted that was noise, yellow where it gets another token, red where it is taken back."""
     model, tokenizer = loaded
@@ -177,6 +195,26 @@ def test_transformers_own_generate_is_a_method_with_the_same_counts(loaded):
     for name in ("steps", "commit_forwards", "forwards", "output_tokens", "stop"):
         assert getattr(found, name) == getattr(wanted, name)
     assert first_tokens(method, 7) == CANVAS
+
+
+def test_a_row_of_padding_alone_is_a_row(loaded, monkeypatch):
+    """transformers gives it no tokens a forward; at batch 1 its steps are the forwards of the decoder."""
+    model, tokenizer = loaded
+    (example,) = asked(tokenizer, "copy:abc")
+    prompt, valid = data.pad_left([example.prompt_ids], 0)
+    generate, forwards = model.hf.generate, []
+
+    def padding(**given):
+        watch = model.hf.model.decoder.register_forward_hook(lambda *_: forwards.append(1))
+        out = generate(**given)
+        watch.remove()
+        out.sequences[:, prompt.shape[1] :] = model.facts.pad_token_id
+        out.tokens_per_forward = torch.zeros_like(out.tokens_per_forward)
+        return out
+
+    monkeypatch.setattr(model.hf, "generate", padding)
+    ids, steps = model.own_generate(prompt, valid, CONFIG.max_new_tokens, {name: getattr(CONFIG, name) for name in model.own_decoding})
+    assert ids.unique().tolist() == [model.facts.pad_token_id] and steps == [len(forwards)] and len(forwards) > 1
 
 
 def test_scores_do_not_depend_on_the_batch(loaded):

@@ -153,13 +153,18 @@ class DiffusionGemmaLM(DiffusionLM):
         self, prompt_BP: Tensor, valid_BP: Tensor, max_new_tokens: int, values: dict[str, Any], *, stop_at_eos: bool = True,
         after_block: Callable[[int], None] | None = None,
     ) -> tuple[Tensor, list[int]]:
-        """As in the base class. transformers gives tokens a forward, from which the steps come, and does not cut its last canvas."""
+        """As in the base class. transformers gives tokens a forward, from which the steps come, and does not cut its last canvas. Of a
+        row of padding alone it says nothing: its steps are then all of the batch, its own where it stands alone or takes the most."""
         pad, kept = self.facts.pad_token_id, self.hf.generation_config
         generation = type(kept)(
             max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=list(self.facts.eos_token_ids) if stop_at_eos else None
         )
         self._state(generation, values)
-        encoded = 0
+        encoded = refined = 0
+
+        def count(*_: Any) -> None:
+            nonlocal refined
+            refined += 1
 
         def note(*_: Any) -> None:
             nonlocal encoded
@@ -167,20 +172,20 @@ class DiffusionGemmaLM(DiffusionLM):
             if after_block is not None and encoded > 1:  # the first encodes the prompt, each other one a finished canvas
                 after_block(encoded - 2)
 
-        hook = self.hf.model.encoder.register_forward_hook(note)
+        hooks = [self.hf.model.encoder.register_forward_hook(note), self.hf.model.decoder.register_forward_hook(count)]
         self.hf.generation_config = generation  # generate takes from there what a given one leaves open, end tokens too
         try:
             out = self.hf.generate(input_ids=prompt_BP, attention_mask=valid_BP.long())
         finally:
             self.hf.generation_config = kept
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         if after_block is not None:
             after_block(encoded - 1)
         ids_BN = out.sequences[:, prompt_BP.shape[1] :]
-        steps = (ids_BN != pad).sum(dim=1) / out.tokens_per_forward
-        if not bool(steps.isfinite().all()):
-            raise ValueError(f"{NAME}: a row of padding alone; transformers says nothing of its steps")
-        return ids_BN[:, :max_new_tokens], steps.round().long().tolist()
+        tokens_B = (ids_BN != pad).sum(dim=1)
+        steps_B = torch.where(tokens_B > 0, tokens_B / out.tokens_per_forward, refined)
+        return ids_BN[:, :max_new_tokens], steps_B.round().long().tolist()
 
     @property
     def unmergeable(self) -> str | None:
