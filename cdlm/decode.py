@@ -475,6 +475,15 @@ def choose(
     return token_AS, probability_ASV.gather(-1, token_AS[..., None])[..., 0], probability_ASV
 
 
+def entropies(logits_ASV: Tensor, slots: int = 32) -> Tensor:
+    """Entropy of each slot's softmax in nats, [A, S], as transformers computes it; `slots` slots at a time, since it takes three copies."""
+    found = []
+    for part_AsV in logits_ASV.split(slots, dim=1):
+        log_AsV = part_AsV - part_AsV.logsumexp(dim=-1, keepdim=True)
+        found.append(-(log_AsV * log_AsV.softmax(dim=-1)).sum(dim=-1))
+    return torch.cat(found, dim=1)
+
+
 def score(order: str, confidence_AS: Tensor, probability_ASV: Tensor) -> Tensor:
     """What decides which slots are revealed first, [A, S]; the larger the earlier. See `DecodeConfig.order`."""
     if order == "confidence":
@@ -590,11 +599,12 @@ class _Redecide:
             computed = self.rows if isinstance(place, slice) else [self.rows[i] for i in still]
             raise NotFinite([row for row, bad in zip(computed, broken, strict=True) if bad], step, self.block)
         drawing = list(range(len(self.rows))) if self.together else still
+        drawn = slice(None) if len(drawing) == len(self.rows) else drawing
         token_AS, noise_AS = self.ids_AS.clone(), self.ids_AS.clone()
-        token_AS[drawing] = self.draws.choice(probability_ASV[drawing], [self.rows[i] for i in drawing])
-        best_AS = logits_ASV.argmax(dim=-1)
-        log_ASV = logits_ASV - logits_ASV.logsumexp(dim=-1, keepdim=True)
-        entropy_AS = -(log_ASV * log_ASV.softmax(dim=-1)).sum(dim=-1)
+        token_AS[drawing] = self.draws.choice(probability_ASV[drawn], [self.rows[i] for i in drawing])
+        confidence_AS = probability_ASV.gather(-1, token_AS[..., None])[..., 0]
+        del probability_ASV
+        best_AS, entropy_AS = logits_ASV.argmax(dim=-1), entropies(logits_ASV)
         accept_AS = self.rule(-entropy_AS, torch.ones_like(token_AS, dtype=torch.bool), step)
         noise_AS[drawing] = self.noise.blank(self.count, self.draws, [self.rows[i] for i in drawing])
 
@@ -604,7 +614,7 @@ class _Redecide:
         self.seen = Seen(logits_ASV.to(self.dtype))
         done_A = done_A1[:, 0] | self.settled(self.output_AS, entropy_AS) | (step + 1 == steps)
         self.left_A = (~done_A).long()
-        return _Taken(token_AS, probability_ASV.gather(-1, token_AS[..., None])[..., 0], accept_AS)
+        return _Taken(token_AS, confidence_AS, accept_AS)
 
 
 def _check_noise(model: DiffusionLM, config: DecodeConfig) -> None:

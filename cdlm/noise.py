@@ -46,6 +46,7 @@ def noise_level(uniform_B: Tensor, cap: float, floor: float) -> Tensor:
 
 
 PROCESSES = ("absorbing", "uniform")
+SLOTS = 32  # drawn at a time, for of each there is a row of fp64 as long as the vocabulary
 
 
 class Draws:
@@ -84,8 +85,11 @@ class Draws:
         out = []
         for probability_SV, row in zip(probability_ASV, rows, strict=True):
             number_S1 = torch.rand(probability_SV.shape[0], 1, generator=self.generators[row], dtype=torch.float64)
-            up_to_SV = probability_SV.double().cumsum(dim=-1)
-            out.append(torch.searchsorted(up_to_SV, number_S1.to(up_to_SV.device) * up_to_SV[:, -1:], right=True)[:, 0])
+            drawn = []
+            for part_SV, part_S1 in zip(probability_SV.split(SLOTS), number_S1.to(probability_SV.device).split(SLOTS), strict=True):
+                up_to_SV = part_SV.double().cumsum(dim=-1)
+                drawn.append(torch.searchsorted(up_to_SV, part_S1 * up_to_SV[:, -1:], right=True)[:, 0])
+            out.append(torch.cat(drawn))
         return torch.stack(out).clamp(max=probability_ASV.shape[-1] - 1)
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdlm import noise
+from cdlm.decode import entropies
 
 MASK = 1
 
@@ -133,3 +134,14 @@ def test_a_choice_has_the_probabilities_it_is_given():
     """2,000 slots of one row: a token of probability 0.3 within 4 standard deviations (0.041), one of 0 never."""
     found = noise.Draws(1, seeds=[0]).choice(torch.tensor([0.3, 0.0, 0.7]).expand(1, 2000, 3), [0])
     assert abs(float((found == 0).float().mean()) - 0.3) < 0.041 and not (found == 1).any()
+
+
+def test_a_draw_does_not_depend_on_how_many_slots_are_drawn_at_a_time(monkeypatch):
+    """Nor an entropy."""
+    logits = torch.randn(2, 7, 50, generator=torch.Generator().manual_seed(3)) * 3
+    found = []
+    for slots in (1, 3, 100):
+        monkeypatch.setattr(noise, "SLOTS", slots)
+        draws = noise.Draws(2, seeds=[5, 9])
+        found.append((draws.choice(logits.softmax(dim=-1), [0, 1]).tolist(), entropies(logits, slots).tolist()))
+    assert found[0] == found[1] == found[2] and len(set(found[0][0][0])) > 3
