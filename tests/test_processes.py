@@ -29,7 +29,7 @@ def launch(script: Path, *arguments: object, folder: Path, count: int = 2) -> su
     """A Python file in processes that accelerate starts, as `make distill NPROC=2` does."""
     environment = {
         **os.environ, "HF_HOME": str(folder / "hf-home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     }
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / "accelerate" / "ddp.yaml"),
