@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -322,8 +321,10 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
         from cdlm import hub
 
         hub.check_token()
-    if run.processes.main and "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
-        shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
+    if run.processes.main:
+        stages.remove_leftovers(run)
+        if "train" in wanted and stages.is_done(run, "train"):
+            stages.remove_checkpoints(run)
     for stage in wanted:
         if run.processes.agreed(partial(stages.is_done, run, stage)):  # all have asked before the first of them writes
             run.say(f"{stage}: done already")

@@ -1,7 +1,7 @@
 """The stages of a run. Each reads the files of the stage before it and writes its own; a stage that is done is not done again.
 
     runs/<name>/trajectories/   collect
-    runs/<name>/student/        train   (checkpoints/ meanwhile, log.jsonl for the losses)
+    runs/<name>/student/        train   (checkpoints/ meanwhile, log.jsonl for the losses, log.sha256)
     runs/<name>/report.json     evaluate (report.md, report.html, pareto.png, samples.jsonl)
     runs/<name>/export/         export  (adapter/ in it, when the student is an adapter)
     push.request.json           push    (only with a push section: export/ goes to the Hub)
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from cdlm.recipe import OTHER_MODEL, Collect, Recipe, Sampler
 
 STAGES = ("collect", "train", "evaluate", "export")
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
+LOG_SUMS = "log.sha256"  # the checksum of log.jsonl, which stands beside the student
 OF_A_MODEL = (*BLOCKWISE, "tidar")  # objectives whose student is measured beside the model they start from
 AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
 REDECIDING_METHODS = (  # where every step decides every slot
@@ -124,7 +126,31 @@ class Run:
         sums = self.sums(stage)
         if stage not in self._sound and sums is not None:
             files.require_sound(sums, f"{self.out / 'report.json'}" if stage == "evaluate" else str(sums.parent))
+            if stage == "train":
+                self._require_sound_log()
         self._sound.add(stage)
+
+    def _require_sound_log(self) -> None:
+        """A ValueError unless log.jsonl, where it was not removed, is what training wrote. The run of an older version has no checksum of
+        it before its report is finished; then the report's is the one."""
+        log, sums = self.out / "log.jsonl", self.out / LOG_SUMS
+        if not files.is_there(log):
+            return
+        if not files.is_there(sums) and files.is_there(self.out / REPORT_SUMS):
+            sums = self.out / REPORT_SUMS
+        named = files.read_sums(sums) if files.is_there(sums) else {}
+        if log.name not in named:
+            raise ValueError(
+                f"{log} has no checksum ({self.out / LOG_SUMS} is missing), so it can't be told from a damaged one: remove it to go on "
+                f"without loss curves, or, if you trust it, write one with cdlm verify {self.out} --seal"
+            )
+        try:
+            files.require_as_written(log, sums)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. Remove {log} to go on without loss curves, or, if you changed it, take it for good with cdlm verify {self.out} "
+                "--seal"
+            ) from None
 
     def load_teacher(self) -> DiffusionLM:
         """The model that the recipe starts from: the teacher, or a fresh one for `scratch`."""
@@ -507,7 +533,7 @@ def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
 
 def _is_sound(run: Run, stage: str) -> bool:
     sums = run.sums(stage)
-    if sums is not None and sums.is_file():
+    if sums is not None and files.is_there(sums):
         wrong = files.faults(sums)
         missing = [path for path, why in wrong.items() if why == "missing"]
         own = stage == "collect" and run.shared_trajectories is None
@@ -772,14 +798,31 @@ def read_log(run: Run) -> list[dict[str, Any]]:
 
 
 def _note_log(run: Run, history: list[dict[str, Any]]) -> None:
-    files.write_text(run.out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in history))
+    text = "".join(json.dumps(line) + "\n" for line in history)
+    files.write_sums(run.out / LOG_SUMS, {"log.jsonl": text.encode()})
+    files.write_text(run.out / "log.jsonl", text)
+
+
+def remove_leftovers(run: Run) -> None:
+    """What a run that was killed left of folders that it was putting in place."""
+    for folder in (run.student, run.exported):
+        files.remove_halves(folder)
+
+
+def remove_checkpoints(run: Run) -> None:
+    """The checkpoints of a training that is done: the run was killed between putting the student in place and their end."""
+    checkpoints = run.out / "checkpoints"
+    if checkpoints.is_dir():
+        shutil.rmtree(checkpoints)
 
 
 def _drop_damaged(checkpoints: Path, say: Callable[[str], None]) -> None:
-    """Remove the checkpoints that are not whole, and say so: without checksums the run was killed while saving."""
+    """Remove the checkpoints that are not whole, and say so: without checksums the run was killed while saving. One that can't be read is
+    not shown to be damaged: a NotRead names the file, and nothing goes."""
+    killed = "missing: the run was killed while saving, or is of an older version"
     for folder in checkpoints.glob("checkpoint-*"):
         sums = folder / files.SUMS
-        wrong = files.faults(sums) if sums.is_file() else {str(sums): "missing: the run was killed while saving, or is of an older version"}
+        wrong = files.faults(sums) if files.is_there(sums) else {str(sums): killed}
         for path, why in wrong.items():
             say(f"train: {path} is {why}. That checkpoint is not used")
         if wrong:
@@ -1153,10 +1196,9 @@ def _export(run: Run) -> None:
         measured_on = time.strftime("%Y-%m-%d", time.gmtime(report_file.stat().st_mtime))
         results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on, r.train.objective, student.redecides)
     if peft_model is not None and threshold is not None:
-        adapter = files.partial_of(run.out / "adapter")
         stock = not student.redecides and student.family == "native" and student.masks_suffice
-        hub.save_adapter(
-            run.student, tokenizer, adapter, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
+        adapter = partial(
+            hub.save_adapter, run.student, tokenizer, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
             decoding=decoding or {"confidence_threshold": threshold},
             card=card(adapter=True, stock=stock), eval_results=results, with_decoder=stock,
         )
@@ -1166,7 +1208,8 @@ def _export(run: Run) -> None:
     files.write_json(run.out / "export.request.json", request_of(run, "export"))
     if adapter is not None and student.unmergeable is not None:
         run.say(f"export: the folder is the adapter alone, not merged: {student.unmergeable}")
-        hub.put(adapter, run.exported)
+        with files.replacing_folder(run.exported) as folder:
+            adapter(folder)
         run._sound.add("export")
         run.say(f"export: {run.exported}")
         return

@@ -337,7 +337,7 @@ def is_whole(folder: Path, name: str, say: Callable[[str], None]) -> bool:
     sums = folder / f"{name}.sha256"
     if not (folder / f"{name}.parquet").is_file():
         return False
-    wrong = files.faults(sums) if sums.is_file() else {str(sums): "missing: without checksums it can't be told from a damaged shard"}
+    wrong = files.faults(sums) if files.is_there(sums) else {str(sums): "missing: without checksums it can't be told from a damaged shard"}
     for path, why in wrong.items():
         say(f"collect: {path} is {why}. The shard is made again")
     return not wrong
