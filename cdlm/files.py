@@ -103,6 +103,18 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def append_text(path: Path, text: str) -> None:
+    """Lines behind those of a file, brought to the disk. A kill may leave a part of them: their reader must tell."""
+    new = not path.exists()
+    with names_path(path):
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if new:
+            _sync(path.parent)
+
+
 def json_text(value: Any) -> str:
     """JSON as notes and manifests are written: indented, keys in order."""
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
@@ -247,7 +259,7 @@ def read_sums(file: Path) -> dict[str, str]:
 
 
 def faults(file: Path, ending: str = "") -> dict[str, str]:
-    """What is wrong with the files that a file of checksums names: path -> why, "missing" or that it is not what was written.
+    """What is wrong with the files that a file of checksums names: path -> why, "missing ..." or that it is not what was written.
 
     ending: look only at files of such names. A file of checksums that is missing or holds something else is what is wrong then. Everything
     is read once; a NotRead names what can't be read, for that is no proof of damage.
@@ -264,7 +276,7 @@ def faults(file: Path, ending: str = "") -> dict[str, str]:
         if not name.endswith(ending):
             continue
         if not is_there(path):
-            wrong[str(path)] = "missing"
+            wrong[str(path)] = f"missing, though {file.name} names it"  # it may be the checksums that are damaged
         elif (now := sha256(path)) != digest:
             wrong[str(path)] = _differs(now, digest, file)
     return wrong
@@ -309,9 +321,9 @@ def require_sound(file: Path, what: str) -> None:
             f"trust it, write them with cdlm verify {file.parent} --seal"
         )
     for path, why in faults(file).items():
+        gone = what if why.startswith("missing") else path
         raise ValueError(
-            f"{path} is {why}. Remove {path if why != 'missing' else what} to make it again, or, if you changed it, take it for good with "
-            f"cdlm verify {file.parent} --seal"
+            f"{path} is {why}. Remove {gone} to make it again, or, if you changed it, take it for good with cdlm verify {file.parent} --seal"
         )
 
 

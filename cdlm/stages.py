@@ -36,10 +36,10 @@ from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
 from cdlm.processes import ALONE, Processes
 from cdlm.recipe import OTHER_MODEL, Collect, Recipe, Sampler
+from cdlm.verify import LOG_SUMS
 
 STAGES = ("collect", "train", "evaluate", "export")
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
-LOG_SUMS = "log.sha256"  # the checksum of log.jsonl, which stands beside the student
 OF_A_MODEL = (*BLOCKWISE, "tidar")  # objectives whose student is measured beside the model they start from
 AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
 REDECIDING_METHODS = (  # where every step decides every slot
@@ -141,8 +141,8 @@ class Run:
         named = files.read_sums(sums) if files.is_there(sums) else {}
         if log.name not in named:
             raise ValueError(
-                f"{log} has no checksum ({self.out / LOG_SUMS} is missing), so it can't be told from a damaged one: remove it to go on "
-                f"without loss curves, or, if you trust it, write one with cdlm verify {self.out} --seal"
+                f"{log} has no checksums ({self.out / LOG_SUMS} is missing), so it can't be told from a damaged one: remove it to go on "
+                f"without loss curves, or, if you trust it, write them with cdlm verify {self.out} --seal"
             )
         try:
             files.require_as_written(log, sums)
@@ -535,7 +535,7 @@ def _is_sound(run: Run, stage: str) -> bool:
     sums = run.sums(stage)
     if sums is not None and files.is_there(sums):
         wrong = files.faults(sums)
-        missing = [path for path, why in wrong.items() if why == "missing"]
+        missing = [path for path, why in wrong.items() if why.startswith("missing")]
         own = stage == "collect" and run.shared_trajectories is None
         if wrong and (own or len(missing) == len(wrong)):
             for path, why in wrong.items():
@@ -787,8 +787,9 @@ def _progress(run: Run, steps: int) -> Any:
 
 
 def read_log(run: Run) -> list[dict[str, Any]]:
-    """What training noted, for the curves of a report; a ValueError that names a line that is none."""
+    """What training noted, for the curves of a report; a ValueError where that is not what was written, or names a line that is none."""
     file, out = run.out / "log.jsonl", []
+    run._require_sound_log()
     for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], start=1):
         try:
             out.append(dict(json.loads(line)))

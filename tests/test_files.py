@@ -123,7 +123,7 @@ def test_a_missing_file_is_missing_and_a_folder_without_checksums_is_refused(tmp
     files.seal(tmp_path)
     files.require_sound(tmp_path / files.SUMS, "this")
     (tmp_path / "a").unlink()
-    assert files.faults(tmp_path / files.SUMS) == {str(tmp_path / "a"): "missing"}
+    assert files.faults(tmp_path / files.SUMS) == {str(tmp_path / "a"): "missing, though SHA256SUMS names it"}
 
 
 @pytest.mark.parametrize("cut, why", [(lambda text: "", "it is empty"), (lambda text: text[:-1], "it is cut off"),

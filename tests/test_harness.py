@@ -277,7 +277,7 @@ def test_a_kill_at_any_byte_of_the_file_loses_only_the_line_that_was_cut(teacher
 def test_processes_keep_files_of_their_own_and_read_all(tmp_path):
     """What another process is writing is never touched."""
     for rank in (0, 1, 11):
-        harness.Finished(tmp_path / "a[1].jsonl", rank).add(f"key{rank}", {"text": str(rank)})
+        harness.Finished(tmp_path / "a[1].jsonl", rank).add({f"key{rank}": {"text": str(rank)}})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a[1].jsonl", "a[1].rank1.jsonl", "a[1].rank11.jsonl"]
     other = tmp_path / "a[1].rank1.jsonl"
     other.write_bytes(other.read_bytes() + b'{"key": "half')
