@@ -59,19 +59,19 @@ def run(
     if "table" in parts or "overhead" in parts:
         stages.is_done(own, "train")  # an error for another recipe's student
     folder = out / "bench"
-    more = {name: _read(folder / f"{name}.json", recipe) for name in ("growth", "overhead") if name not in parts}
+    kept = {name: _read(folder / f"{name}.json", recipe) for name in ("growth", "overhead") if name not in parts}
     log = None
     if "table" not in parts and (folder / "report.json").is_file():
         log = stages.read_log(own)
         files.require_sound(folder / report.SUMS, f"the report in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
+    more = {name: found for name, found in kept.items() if found is not None}
     with files.scratch(folder / SCRATCH) as scratch:
         if "growth" in parts:
             more["growth"] = _write(folder / "growth.json", _growth(own, lengths, growing))
         if "overhead" in parts:
             more["overhead"] = _write(folder / "overhead.json", _overhead(own, scratch))
-    more = {name: found for name, found in sorted(more.items()) if found is not None}
     if "table" in parts:
         found = stages.evaluate(dataclasses.replace(own, recipe=_everything(recipe, batches, own.redecides())), folder, more)
         said += [report.markdown_table(table(found), COLUMNS), "", *report.summary_lines(found["summary"])]

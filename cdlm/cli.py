@@ -318,6 +318,8 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
     out, began = run.out, time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
         stages.is_done(run, stage)
+    if "train" in wanted:
+        stages.refuse_links(run)
     if "push" in wanted and not stages.is_done(run, "push"):
         from cdlm import hub
 

@@ -300,9 +300,25 @@ def require_as_written(path: Path, sums: Path) -> None:
 
 def seal(folder: Path) -> None:
     """SHA256SUMS of every file in a folder, the checksums of a folder in it too; those that are their owner's to change aside."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = {path.relative_to(folder).as_posix(): path for path in paths}
-    write_sums(folder / SUMS, {name: path for name, path in names.items() if name not in (SUMS, LOCK) and path.name not in EDITABLE})
+    write_sums(folder / SUMS, sealed(folder))
+
+
+def sealed(folder: Path) -> dict[str, Path]:
+    """What `seal` writes checksums of: name -> file."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in EDITABLE)
+    return {name: path for path in paths if (name := path.relative_to(folder).as_posix()) not in (SUMS, LOCK)}
+
+
+def require_names(file: Path, there: Iterable[str]) -> None:
+    """A ValueError if a file of checksums names what is missing and leaves out what is there: then it is damaged itself, and what it speaks
+    of need not be made again. there: the names that it should have."""
+    stated = read_sums(file)
+    lost = [name for name in stated if not is_there(file.parent / name)]
+    if lost and (left_out := sorted(set(there) - set(stated))):
+        raise ValueError(
+            f"{file} is damaged: it names {lost[0]}, which is missing, and leaves out {left_out[0]}, which is there; remove the latter to "
+            f"make all of it again, or, if you trust what is there, take it for good with cdlm verify {file.parent} --seal"
+        )
 
 
 def require_sound_weights(folder: Path) -> None:
@@ -315,7 +331,7 @@ def require_sound_weights(folder: Path) -> None:
 
 def require_sound(file: Path, what: str) -> None:
     """A ValueError that names the first file that is not what was written, or that there are no checksums. what: the folder's content."""
-    if not file.is_file():
+    if not is_there(file):
         raise ValueError(
             f"{what} has no checksums ({file} is missing), so it can't be told from a damaged one: remove it to make it again, or, if you "
             f"trust it, write them with cdlm verify {file.parent} --seal"
@@ -323,7 +339,8 @@ def require_sound(file: Path, what: str) -> None:
     for path, why in faults(file).items():
         gone = what if why.startswith("missing") else path
         raise ValueError(
-            f"{path} is {why}. Remove {gone} to make it again, or, if you changed it, take it for good with cdlm verify {file.parent} --seal"
+            f"{path} is {why}. Remove {gone} to make it again, or, if you changed it, take it for good with "
+            f"cdlm verify {file.parent} --seal"
         )
 
 

@@ -30,15 +30,17 @@ import torch
 from cdlm import canvases, data, families, files, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.evaluate.report import SUMS as REPORT_SUMS
+from cdlm.evaluate.report import beside
 from cdlm.families import adapter as adapters
 from cdlm.families import causal, checkpoint, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
 from cdlm.processes import ALONE, Processes
 from cdlm.recipe import OTHER_MODEL, Collect, Recipe, Sampler
-from cdlm.verify import LOG_SUMS
+from cdlm.verify import LOG_SUMS, NOTE_SUMS
 
 STAGES = ("collect", "train", "evaluate", "export")
+PUSHED = ("push.request.json", NOTE_SUMS["push.request.json"])
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
 OF_A_MODEL = (*BLOCKWISE, "tidar")  # objectives whose student is measured beside the model they start from
 AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
@@ -133,24 +135,19 @@ class Run:
     def _require_sound_log(self) -> None:
         """A ValueError unless log.jsonl, where it was not removed, is what training wrote. The run of an older version has no checksum of
         it before its report is finished; then the report's is the one."""
-        log, sums = self.out / "log.jsonl", self.out / LOG_SUMS
+        log, sums, report_sums = self.out / "log.jsonl", self.out / LOG_SUMS, self.out / REPORT_SUMS
         if not files.is_there(log):
             return
-        if not files.is_there(sums) and files.is_there(self.out / REPORT_SUMS):
-            sums = self.out / REPORT_SUMS
-        named = files.read_sums(sums) if files.is_there(sums) else {}
-        if log.name not in named:
+        remedy = f"remove {log} to go on without loss curves"
+        if files.is_there(sums):
+            _require_stated(sums, remedy)
+        elif files.is_there(report_sums) and log.name in files.read_sums(report_sums):
+            files.require_as_written(log, report_sums)
+        else:
             raise ValueError(
-                f"{log} has no checksums ({self.out / LOG_SUMS} is missing), so it can't be told from a damaged one: remove it to go on "
-                f"without loss curves, or, if you trust it, write them with cdlm verify {self.out} --seal"
+                f"{log} has no checksums ({sums} is missing), so it can't be told from a damaged one: {remedy}, or, if you trust it, write "
+                f"them with cdlm verify {self.out} --seal"
             )
-        try:
-            files.require_as_written(log, sums)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}. Remove {log} to go on without loss curves, or, if you changed it, take it for good with cdlm verify {self.out} "
-                "--seal"
-            ) from None
 
     def load_teacher(self) -> DiffusionLM:
         """The model that the recipe starts from: the teacher, or a fresh one for `scratch`."""
@@ -447,6 +444,12 @@ class Run:
         return trajectories.folder_hash(r.model_path())
 
 
+def _require_stated(sums: Path, remedy: str) -> None:
+    """A ValueError that names the first file which is not what its checksums say, and what to do."""
+    for path, why in files.faults(sums).items():
+        raise ValueError(f"{path} is {why}; {remedy}, or, if you changed it, take it for good with cdlm verify {sums.parent} --seal")
+
+
 def _check_unread(r: Recipe, redecides: bool) -> None:
     """A ValueError for a key that nothing reads of such a model, and that is given another value than its default."""
     kind = "decides every slot at every step" if redecides else "fills a slot once"
@@ -509,6 +512,13 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     return {**measured, **r.section("export")} if stage == "export" else {**measured, **r.section("export", "push")}
 
 
+def _leave_note(run: Run, stage: str) -> None:
+    """The values that a stage was asked for, beside a folder that goes out without them, and before them their checksum."""
+    name, text = f"{stage}.request.json", files.json_text(request_of(run, stage))
+    files.write_sums(run.out / NOTE_SUMS[name], {name: text.encode()})
+    files.write_text(run.out / name, text)
+
+
 def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
     """Is the stage's result there, and is it of these values? Another recipe's result is an error.
 
@@ -527,6 +537,8 @@ def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
     }[stage]
     if (sums := run.sums(stage)) is not None and note.is_file():
         files.require_as_written(note, sums)
+    if note.name in NOTE_SUMS and files.is_there(own := run.out / NOTE_SUMS[note.name]):  # of an older version there is none
+        _require_stated(own, f"remove {last.parent if stage == 'export' else last} to make it again")
     trajectories.compare(note, request_of(run, stage), last if stage in ("evaluate", "push") else last.parent)
     return not sound or stage in run._sound or _is_sound(run, stage)
 
@@ -538,6 +550,8 @@ def _is_sound(run: Run, stage: str) -> bool:
         missing = [path for path, why in wrong.items() if why.startswith("missing")]
         own = stage == "collect" and run.shared_trajectories is None
         if wrong and (own or len(missing) == len(wrong)):
+            if not own:
+                files.require_names(sums, ["report.json", *beside(run.out)] if stage == "evaluate" else files.sealed(sums.parent))
             for path, why in wrong.items():
                 run.say(f"{stage}: {path} is {why}")
             return False
@@ -616,6 +630,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     from cdlm import trainer as training
 
     r, t = run.recipe, run.recipe.train
+    refuse_links(run)
     model = run.load_teacher()
     tokenizer = run.tokenizer(model.facts)
     request = request_of(run, "train")
@@ -804,6 +819,14 @@ def _note_log(run: Run, history: list[dict[str, Any]]) -> None:
     files.write_text(run.out / "log.jsonl", text)
 
 
+def refuse_links(run: Run) -> None:
+    """A ValueError where checkpoints are not the run's own folders: they are removed when the student is there, wherever they stand."""
+    checkpoints = run.out / "checkpoints"
+    for path in (checkpoints, *sorted(checkpoints.glob("checkpoint-*"))):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link to {path.readlink()}; checkpoints must be folders of the run: remove the link")
+
+
 def remove_leftovers(run: Run) -> None:
     """What a run that was killed left of folders that it was putting in place."""
     for folder in (run.student, run.exported):
@@ -836,7 +859,7 @@ def _save_student(
     """The adapter, or the whole model; request.json comes last and says that it is complete. state: its weights where the model itself
     holds but a shard of them."""
     speak_of_another = (
-        "report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, "push.request.json", run.exported.name,
+        "report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, *PUSHED, run.exported.name,
     )  # fmt: skip
     with files.replacing_folder(run.student, before=[run.out / name for name in speak_of_another]) as partial:
         if peft_model is not None:
@@ -1205,8 +1228,9 @@ def _export(run: Run) -> None:
         )
     if r.export.dtype is not None:
         student.hf.to(families.DTYPES[r.export.dtype])
-    (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced
-    files.write_json(run.out / "export.request.json", request_of(run, "export"))
+    for name in PUSHED:
+        (run.out / name).unlink(missing_ok=True)  # speaks of the export that is being replaced
+    _leave_note(run, "export")
     if adapter is not None and student.unmergeable is not None:
         run.say(f"export: the folder is the adapter alone, not merged: {student.unmergeable}")
         with files.replacing_folder(run.exported) as folder:
@@ -1245,5 +1269,5 @@ def _push(run: Run) -> None:
     shipment = hub.pack(run.exported, asked.repo_id, adapter_only=asked.adapter_only)
     run.say(hub.listing(shipment, asked.private))
     address = hub.push(shipment, private=asked.private, say=run.say)
-    files.write_json(run.out / "push.request.json", request_of(run, "push"))
+    _leave_note(run, "push")
     run.say(f"push: {address}")

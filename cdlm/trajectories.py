@@ -182,7 +182,9 @@ def compare(note: Path, request: dict[str, Any], where: Path) -> None:
     changed = sorted(key for key in {*before, *request} if before.get(key) != request.get(key))
     if changed:
         what = "; ".join(_difference(key, before.get(key), request.get(key)) for key in changed)
-        raise ValueError(f"{where} holds the result of other values ({what}). Take another --out, or remove it to make it again.")
+        raise ValueError(
+            f"{where} holds the result of other values ({what}), says {note}. Take another --out, or remove it to make it again."
+        )
 
 
 def _difference(key: str, before: Any, now: Any) -> str:

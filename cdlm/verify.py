@@ -7,9 +7,11 @@ from cdlm import files
 from cdlm.evaluate import report
 
 LOG_SUMS = "log.sha256"
+NOTE_SUMS = {"export.request.json": "export.sha256", "push.request.json": "push.sha256"}
 LAST = {  # the file that says that an artifact is finished -> the file with its checksums
     "manifest.json": files.SUMS, "request.json": files.SUMS, "config.json": files.SUMS, "adapter_config.json": files.SUMS,
     "report.json": report.SUMS, "log.jsonl": LOG_SUMS, "growth.json": "growth.sha256", "overhead.json": "overhead.sha256",
+    **NOTE_SUMS,
 }
 PLACES = ("", "trajectories", "student", "export/adapter", "export", "bench", "ablation/*", "ablation/*/student")  # of a run
 
@@ -33,8 +35,8 @@ def check(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """Each file of checksums, and what is wrong with the files it names: path -> why. A ValueError for an artifact that has none."""
     for place, sums in artifacts(folder):
         if not sums.is_file():
-            if sums.name == LOG_SUMS and (place / report.SUMS).is_file():  # a run of an older version; the report's are of it too
-                continue
+            if sums.name in NOTE_SUMS.values() or (sums.name == LOG_SUMS and (place / report.SUMS).is_file()):
+                continue  # of an older version: a note is compared by its values, and the report's checksums are of the log, too
             raise ValueError(f"{place} has no checksums: {sums} is missing; --seal writes them for what is there now")
         yield sums, files.faults(sums)
 

@@ -280,7 +280,7 @@ class World:
         for letter, name in (("c", "trajectories"), ("t", "student"), ("x", "export")):
             if letter in stages:
                 shutil.copytree(self.whole / name, out / name)
-        for letter, names in (("t", ("log.jsonl", "log.sha256")), ("x", ("export.request.json",))):
+        for letter, names in (("t", ("log.jsonl", "log.sha256")), ("x", ("export.request.json", "export.sha256"))):
             for name in names if letter in stages else ():
                 shutil.copy(self.whole / name, out)
         if "e" in stages:
@@ -479,7 +479,8 @@ DAMAGED = (
     "student/config.json", "student/generation_config.json", "student/tokenizer.json", "student/tokenizer_config.json",
     "student/chat_template.jinja", "student/request.json", "student/SHA256SUMS", "report.json",
     "report.md", "report.html", "pareto.png", "samples.jsonl", "log.jsonl", "log.sha256", "report.sha256", "evaluate.request.json",
-    "export.request.json", "export/model.safetensors", "export/config.json", "export/generation_config.json", "export/tokenizer.json",
+    "export.request.json", "export.sha256", "export/model.safetensors", "export/config.json",
+    "export/generation_config.json", "export/tokenizer.json",
     "export/tokenizer_config.json", "export/chat_template.jinja", "export/custom_generate/generate.py", "export/SHA256SUMS",
 )  # fmt: skip
 LORA_DAMAGED = (  # of a run whose student is an adapter
@@ -489,7 +490,6 @@ LORA_DAMAGED = (  # of a run whose student is an adapter
     "export/adapter/chat_template.jinja", "export/adapter/custom_generate/generate.py", "export/adapter/SHA256SUMS",
 )  # fmt: skip
 CARDS = ("export/README.md", "export/adapter/README.md", "student/README.md")  # their owner's to change, without checksums
-COMPARED = ("export.request.json",)  # by its values alone, without checksums
 
 
 def damaged(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
@@ -497,9 +497,9 @@ def damaged(world: World, out: Path, name: str, change: Callable[[Path], None]) 
     shutil.copytree(world.whole, out)
     change(out / name)
     before = contents(out)
-    named = Path(name).name if name.endswith("SHA256SUMS") else name  # a file and its checksum differ: which of the two is damaged?
+    named = Path(name).name if name.endswith(("SHA256SUMS", ".sha256")) else name  # a file and its checksum differ: which is damaged?
     checked = world.server.run("verify", out)
-    if name not in COMPARED and (checked.status != 1 or named not in checked.out + checked.err):
+    if checked.status != 1 or named not in checked.out + checked.err:
         return f"verify: status {checked.status}, {checked.lines}"
     ended = world.distill(out)
     if ended.status == 0:
@@ -1224,6 +1224,19 @@ def secrets(world: World, out: Path) -> str:
 
 for _name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"):
     CASES[f"hostile / a pickle as {_name} of a checkpoint"] = lambda world, out, name=_name: pickled_state(world, out, name)
+def linked_checkpoints(world: World, out: Path, name: str) -> str:
+    """Checkpoints that are links out of the run's folder are refused before any work, and what they lead to stays as it is."""
+    place = last_checkpoint(world, out)
+    linked, elsewhere = (place if name else place.parent), out.parent / "elsewhere"
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    kept = contents(elsewhere)
+    ended = world.distill(out)
+    return ended.refused(f"{linked} is a link to {elsewhere}") or ("" if contents(elsewhere) == kept else "it changed what is elsewhere")
+
+
+CASES["hostile / a link as the folder of checkpoints"] = lambda world, out: linked_checkpoints(world, out, "")
+CASES["hostile / a link as a checkpoint"] = lambda world, out: linked_checkpoints(world, out, "checkpoint-2")
 CASES["hostile / a pickle as weights"] = pickled_weights
 CASES["hostile / code in a model's folder"] = remote_code
 CASES["hostile / kernels that config.json names"] = foreign_kernels
@@ -1339,8 +1352,6 @@ def random_damages(world: World, out: Path, seed: int) -> str:
         name = rng.choice(sorted(set(contents(one.whole)) - {*CARDS}))
         size = (one.whole / name).stat().st_size
         place, bit = rng.randrange(size), rng.choice((*range(8), None))
-        if bit is None and name in COMPARED:  # without its last line break it holds the same values
-            place = min(place, size - 2)
 
         def change(path: Path, place: int = place, bit: int | None = bit) -> None:
             content = bytearray(path.read_bytes())
@@ -1376,6 +1387,14 @@ def fresh(folder: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
+def in_own_namespace() -> None:
+    """Start again where file systems may be mounted: in a namespace of this process's own, where the kernel gives one to somebody who is
+    not root."""
+    again = ("unshare", "--user", "--map-root-user", "--mount")
+    if os.geteuid() != 0 and shutil.which("unshare") and subprocess.run([*again, "true"], capture_output=True, check=False).returncode == 0:
+        os.execvp(again[0], [*again, sys.executable, *sys.argv])
+
+
 def main(wanted: list[str]) -> int:
     sys.path.insert(0, str(ROOT))
     unknown = [name for name in wanted if name not in groups()]
@@ -1404,4 +1423,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--serve"]:
         serve()
     else:
+        in_own_namespace()
         sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,8 @@ QUICK = [
     "damage / flip / log.jsonl before evaluate",
     "damage / a read error at checkpoints/checkpoint-2/optimizer.pt is none",
     "lock / a second convert",
+    "lock / a second verify --seal",
+    "hostile / a link as a checkpoint",
     "damage / flip / trajectories/shard-00001.safetensors",
     "damage / flip / student/model.safetensors",
     "damage / truncate / samples.jsonl",
