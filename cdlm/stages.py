@@ -928,6 +928,8 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
         peft_model = None
     assert e.methods is not None
     log = read_log(run)
+    if not log:
+        run.say(f"evaluate: there is no {run.out / 'log.jsonl'}, so the report has no loss curves")
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)
 

@@ -545,7 +545,7 @@ def damaged_log(world: World, out: Path, name: str, change: Callable[[Path], Non
         return wrong or "the refusal changed files"
     (out / "log.jsonl").unlink()
     again = world.distill(out)
-    return f"{again.lines}" if again.status else ""
+    return f"{again.lines}" if again.status or "so the report has no loss curves" not in again.out else ""
 
 
 def eval_words(model: object) -> list[object]:
@@ -797,7 +797,7 @@ def mounted(place: Path, size: str) -> Iterator[bool]:
 
 
 def remount(place: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", place], check=True)
+    subprocess.run(["mount", "-o", f"remount,{options}", "tmpfs", place], check=True)  # with the source named no option is read back
 
 
 NOT_RUN = "not run: no file system can be mounted here"
