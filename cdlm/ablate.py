@@ -49,8 +49,12 @@ def run(base: Run) -> str:
         part = variant(base, name)
         part._sound |= base._sound & {"collect"}
         part.out.mkdir(parents=True, exist_ok=True)
-        for stage in ("train", "evaluate"):
-            _make(part, stage, f"ablate: {name}, {stage}")
+        if part.processes.main:
+            stages.remove_leftovers(part)
+        _make(part, "train", f"ablate: {name}, train")
+        if part.processes.main:
+            stages.remove_checkpoints(part)
+        _make(part, "evaluate", f"ablate: {name}, evaluate")
         found = json.loads((part.out / "report.json").read_text())["summary"]
         weights = ", ".join(f"{getattr(part.recipe.train, w):g}" for w in WEIGHTS)
         numbers = f"{found['student_accuracy']:.1%} | {found['student_steps_at_threshold']:.2f} | {found['tpf']:.2f}"

@@ -1,12 +1,11 @@
 """`cdlm bench`: a finished run's student beside every baseline of its teacher in one process, and what a reader of such a table asks next:
 how time grows with length, and what is spent around the model's forwards.
 
-Everything goes into the folder bench of a run, a file a part, so that the parts may be made one after another; the report shows all that
-are there.
+Everything goes into the folder bench of a run, a file a part with its checksum, so that the parts may be made one after another; the report
+shows all that are there.
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from cdlm.evaluate import growth, overhead, report
 from cdlm.evaluate.run import BASES
 from cdlm.families.decoder import read_json
 from cdlm.recipe import BASELINES, METHODS_OF, OTHER_MODEL, Recipe
+from cdlm.verify import LAST
 
 PARTS = ("table", "growth", "overhead")
+SCRATCH = ".training"  # in the folder bench: of a part, gone behind it
 COLUMNS = ("method", "parameter", "TPS", "latency s", "steps", "length", "score")
 TRAINING_STEPS = 12
 
@@ -58,19 +59,24 @@ def run(
     if "table" in parts or "overhead" in parts:
         stages.is_done(own, "train")  # an error for another recipe's student
     folder = out / "bench"
+    kept = {name: _read(folder / f"{name}.json", recipe) for name in ("growth", "overhead") if name not in parts}
+    log = None
+    if "table" not in parts and (folder / "report.json").is_file():
+        log = stages.read_log(own)
+        files.require_sound(folder / report.SUMS, f"the report in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
-    if "growth" in parts:
-        files.write_json(folder / "growth.json", _growth(own, lengths, growing))
-    if "overhead" in parts:
-        files.write_json(folder / "overhead.json", _overhead(own))
-    more = {name: there for name in ("growth", "overhead") if (there := _read(folder / f"{name}.json", recipe)) is not None}
+    more = {name: found for name, found in kept.items() if found is not None}
+    with files.scratch(folder / SCRATCH) as scratch:
+        if "growth" in parts:
+            more["growth"] = _write(folder / "growth.json", _growth(own, lengths, growing))
+        if "overhead" in parts:
+            more["overhead"] = _write(folder / "overhead.json", _overhead(own, scratch))
     if "table" in parts:
         found = stages.evaluate(dataclasses.replace(own, recipe=_everything(recipe, batches, own.redecides())), folder, more)
         said += [report.markdown_table(table(found), COLUMNS), "", *report.summary_lines(found["summary"])]
     elif (folder / "report.json").is_file():  # a part made behind the table goes into its report
-        files.require_sound(folder / report.SUMS, f"the report in {folder}")
-        report.write({**read_json(folder / "report.json"), **more}, folder, recipe.name, stages.read_log(own))
+        report.write({**read_json(folder / "report.json"), **more}, folder, recipe.name, log)
     if "growth" in parts:
         said += ["", report.markdown_table(growth.table(more["growth"]), growth.COLUMNS), *growth.lines(more["growth"])]
     if "overhead" in parts:
@@ -106,10 +112,20 @@ def _growth(run: stages.Run, lengths: list[int], growing: dict[str, int]) -> dic
     return {"recipe": r.name, "environment": report.environment(r.device), **measured}
 
 
+def _write(file: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """A part that was measured now, and before it its checksum."""
+    text = files.json_text(found)
+    files.write_sums(file.with_name(LAST[file.name]), {file.name: text.encode()})
+    files.write_text(file, text)
+    return found
+
+
 def _read(file: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """A part that was measured, now or before; None where it was not. A ValueError for one of other blocks than the recipe's."""
+    """A part that was measured before; None where it was not. A ValueError for one of other blocks than the recipe's, or that is not what
+    was written."""
     if not file.is_file():
         return None
+    files.require_sound(file.with_name(LAST[file.name]), str(file))
     found = read_json(file)
     if (block := found.get("block_length")) != recipe.decode.block_length:
         raise ValueError(
@@ -118,9 +134,9 @@ def _read(file: Path, recipe: Recipe) -> dict[str, Any] | None:
     return found
 
 
-def _overhead(run: stages.Run) -> dict[str, Any]:
-    """Of the student's decoding, and, after objective cdlm, of a few training steps on the run's trajectories (in a folder that is thrown
-    away)."""
+def _overhead(run: stages.Run, scratch: Path) -> dict[str, Any]:
+    """Of the student's decoding, and, after objective cdlm, of a few training steps on the run's trajectories (in a folder that the caller
+    throws away)."""
     r = run.recipe
     out: dict[str, Any] = {"environment": report.environment(r.device), "block_length": r.decode.block_length}
     student, _ = stages.load_student(run, run.load_teacher())
@@ -133,12 +149,10 @@ def _overhead(run: stages.Run) -> dict[str, Any]:
         train = dataclasses.replace(
             r.train, steps=TRAINING_STEPS + overhead.WARMUP, epochs=None, save_steps=10**6, accumulation=1
         )
-        with tempfile.TemporaryDirectory(dir=run.out) as scratch:
-            short = dataclasses.replace(
-                run, recipe=dataclasses.replace(r, train=train), out=Path(scratch), shared_trajectories=run.trajectories,
-                say=lambda text: None,
-            )  # fmt: skip
-            stages.train(short, overhead.watch_training(seen))
+        short = dataclasses.replace(
+            run, recipe=dataclasses.replace(r, train=train), out=scratch, shared_trajectories=run.trajectories, say=lambda text: None,
+        )  # fmt: skip
+        stages.train(short, overhead.watch_training(seen))
         out["training"] = overhead.of_training(seen)
     return out
 

@@ -4,12 +4,12 @@ import argparse
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -350,12 +350,16 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
     out, began = run.out, time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
         stages.is_done(run, stage)
+    if "train" in wanted:
+        stages.refuse_links(run)
     if "push" in wanted and not stages.is_done(run, "push"):
         from cdlm import hub
 
         hub.check_token()
-    if run.processes.main and "train" in wanted and stages.is_done(run, "train") and (out / "checkpoints").is_dir():
-        shutil.rmtree(out / "checkpoints")  # killed between putting the student in place and this
+    if run.processes.main:
+        stages.remove_leftovers(run)
+        if "train" in wanted and stages.is_done(run, "train"):
+            stages.remove_checkpoints(run)
     for stage in wanted:
         if run.processes.agreed(partial(stages.is_done, run, stage)):  # all have asked before the first of them writes
             run.say(f"{stage}: done already")
@@ -424,6 +428,7 @@ def _quiet() -> None:
     logging.disable_progress_bar()
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # of names that peft still asks it for
 
 
 def _require(run, stage: str) -> None:
@@ -470,12 +475,18 @@ def _verify(args: argparse.Namespace) -> int:
     from cdlm import verify
 
     if args.seal:
-        for file in verify.seal(args.folder):
-            _say(f"{file}: written")
+        with contextlib.ExitStack() as held:
+            verify.artifacts(args.folder)  # an error for a folder that holds none
+            for folder in (args.folder.parent, args.folder):  # a part of a run is sealed while nobody writes in the run
+                if folder == args.folder or (folder / files.LOCK).is_file():
+                    held.enter_context(files.locked(folder))
+            for file in verify.seal(args.folder):
+                _say(f"{file}: written")
         return 0
     wrong = 0
     for file, faults in verify.check(args.folder):
-        _say(f"{file}: {f'{len(faults)} of {len(files.read_sums(file))} files damaged' if faults else 'all files as they were written'}")
+        total = "" if str(file) in faults else f" of {len(files.read_sums(file))}"
+        _say(f"{file}: {f'{len(faults)}{total} files damaged' if faults else 'all files as they were written'}")
         for path, why in faults.items():
             print(f"cdlm: error: {terminal.line(f'{path} is {why}')}", file=sys.stderr)
         wrong += len(faults)

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def names_path(path: Path) -> Iterator[None]:
     """An error of writing, from whatever library, is one that names `path` and says why. One that names a file elsewhere stays."""
     try:
         yield
-    except NotWritten:
+    except (NotWritten, NotRead):
         raise
     except Exception as error:
         if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:  # what the library tokenizers raises
@@ -102,6 +103,18 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def append_text(path: Path, text: str) -> None:
+    """Lines behind those of a file, brought to the disk. A kill may leave a part of them: their reader must tell."""
+    new = not path.exists()
+    with names_path(path):
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if new:
+            _sync(path.parent)
+
+
 def json_text(value: Any) -> str:
     """JSON as notes and manifests are written: indented, keys in order."""
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
@@ -118,7 +131,7 @@ def replacing_folder(folder: Path, before: Iterable[Path] = ()) -> Iterator[Path
 
     before: files and folders that speak of the old one; they go when the new one is whole, just before it is put in place.
     """
-    partial, old = partial_of(folder), folder.with_name(f".{folder.name}.old")
+    partial, old = partial_of(folder), _old_of(folder)
     with names_path(folder):
         _remove(partial)
         partial.mkdir(parents=True)
@@ -144,14 +157,72 @@ def replacing_folder(folder: Path, before: Iterable[Path] = ()) -> Iterator[Path
             _remove(partial)
 
 
+def _old_of(folder: Path) -> Path:
+    """Where the folder before stands while a new one takes its place."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def remove_halves(folder: Path) -> None:
+    """What a run that was killed in `replacing_folder` left beside the folder's place."""
+    for path in (partial_of(folder), _old_of(folder)):
+        with names_path(path):
+            _remove(path)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """`replacing_folder` for a place where nothing may stand yet; a ValueError where something does."""
+    if os.path.lexists(folder):
+        raise ValueError(f"{folder} is there already; name a folder that does not exist yet")
+    with replacing_folder(folder) as partial:
+        yield partial
+
+
+@contextlib.contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """An empty folder that goes again when the body ends; what a run that was killed left of it goes first."""
+    with names_path(folder):
+        _remove(folder)
+        folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(folder)
+
+
 # ---- checksums -------------------------------------------------------------------------------------------------------
 
 
+class NotRead(OSError):
+    """A file can't be read, which says nothing of what stands in it; the message names it and says why."""
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """An error of reading is one that names `path`. That it is not there stays what it is."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise NotRead(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file stands there; a NotRead where that can't be found out (`Path.is_file` may take it for missing)."""
+    try:
+        with _reading(path):
+            return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def sha256(content: Path | bytes) -> str:
-    """Of a file, read once in pieces, or of bytes."""
+    """Of a file, read once in pieces, or of bytes. A NotRead that names a file which can't be read."""
     if isinstance(content, bytes):
         return hashlib.sha256(content).hexdigest()
-    with content.open("rb") as stream:
+    with _reading(content), content.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -167,10 +238,12 @@ def write_sums(file: Path, found: Mapping[str, Path | bytes | str]) -> None:
 
 
 def read_sums(file: Path) -> dict[str, str]:
-    """Name -> checksum; a ValueError that names the line which is none, or which names a file outside the folder."""
+    """Name -> checksum; a ValueError that names the line which is none, or which names a file outside the folder; a NotRead where the file
+    can't be read."""
     found = {}
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        with _reading(file):
+            lines = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is damaged: it is not UTF-8") from None
     if len(lines) < 2 or lines[-1] != "":
@@ -186,21 +259,24 @@ def read_sums(file: Path) -> dict[str, str]:
 
 
 def faults(file: Path, ending: str = "") -> dict[str, str]:
-    """What is wrong with the files that a file of checksums names: path -> why, "missing" or that it is not what was written.
+    """What is wrong with the files that a file of checksums names: path -> why, "missing ..." or that it is not what was written.
 
-    ending: look only at files of such names. A file of checksums that can't be read is what is wrong then. Everything is read once.
+    ending: look only at files of such names. A file of checksums that is missing or holds something else is what is wrong then. Everything
+    is read once; a NotRead names what can't be read, for that is no proof of damage.
     """
     try:
         stated = read_sums(file)
-    except (ValueError, OSError) as error:
+    except FileNotFoundError:
+        return {str(file): "missing"}
+    except ValueError as error:
         return {str(file): str(error).removeprefix(f"{file} is ")}
     wrong = {}
     for name, digest in stated.items():
         path = file.parent / name
         if not name.endswith(ending):
             continue
-        if not path.is_file():
-            wrong[str(path)] = "missing"
+        if not is_there(path):
+            wrong[str(path)] = f"missing, though {file.name} names it"  # it may be the checksums that are damaged
         elif (now := sha256(path)) != digest:
             wrong[str(path)] = _differs(now, digest, file)
     return wrong
@@ -215,7 +291,7 @@ def _differs(now: str, stated: str, file: Path) -> str:
 def require_as_written(path: Path, sums: Path) -> None:
     """A ValueError if a file is not what its file of checksums says; where that says nothing of it, nothing is known."""
     stated = {}
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, FileNotFoundError):
         stated = read_sums(sums)
     digest = stated.get(path.name) if path.parent == sums.parent else None
     if digest is not None and digest != (now := sha256(path)):
@@ -223,10 +299,26 @@ def require_as_written(path: Path, sums: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """SHA256SUMS of every file in a folder, those that are their owner's to change aside."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = {path.relative_to(folder).as_posix(): path for path in paths}
-    write_sums(folder / SUMS, {name: path for name, path in names.items() if path.name not in (SUMS, *EDITABLE)})
+    """SHA256SUMS of every file in a folder, the checksums of a folder in it too; those that are their owner's to change aside."""
+    write_sums(folder / SUMS, sealed(folder))
+
+
+def sealed(folder: Path) -> dict[str, Path]:
+    """What `seal` writes checksums of: name -> file."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in EDITABLE)
+    return {name: path for path in paths if (name := path.relative_to(folder).as_posix()) not in (SUMS, LOCK)}
+
+
+def require_names(file: Path, there: Iterable[str]) -> None:
+    """A ValueError if a file of checksums names what is missing and leaves out what is there: then it is damaged itself, and what it speaks
+    of need not be made again. there: the names that it should have."""
+    stated = read_sums(file)
+    lost = [name for name in stated if not is_there(file.parent / name)]
+    if lost and (left_out := sorted(set(there) - set(stated))):
+        raise ValueError(
+            f"{file} is damaged: it names {lost[0]}, which is missing, and leaves out {left_out[0]}, which is there; remove the latter to "
+            f"make all of it again, or, if you trust what is there, take it for good with cdlm verify {file.parent} --seal"
+        )
 
 
 def require_sound_weights(folder: Path) -> None:
@@ -239,14 +331,15 @@ def require_sound_weights(folder: Path) -> None:
 
 def require_sound(file: Path, what: str) -> None:
     """A ValueError that names the first file that is not what was written, or that there are no checksums. what: the folder's content."""
-    if not file.is_file():
+    if not is_there(file):
         raise ValueError(
             f"{what} has no checksums ({file} is missing), so it can't be told from a damaged one: remove it to make it again, or, if you "
             f"trust it, write them with cdlm verify {file.parent} --seal"
         )
     for path, why in faults(file).items():
+        gone = what if why.startswith("missing") else path
         raise ValueError(
-            f"{path} is {why}. Remove {path if why != 'missing' else what} to make it again, or, if you changed it, take it for good with "
+            f"{path} is {why}. Remove {gone} to make it again, or, if you changed it, take it for good with "
             f"cdlm verify {file.parent} --seal"
         )
 
@@ -257,9 +350,31 @@ def require_sound(file: Path, what: str) -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Be the only run in a folder, or a ValueError that names the other one. The lock is the kernel's: it ends with the process."""
-    path = folder / LOCK
+    with _held(folder / LOCK, folder):
+        yield
+
+
+@contextlib.contextmanager
+def locked_place(path: Path) -> Iterator[None]:
+    """Be the only one that writes a file or folder, which need not be there yet: the lock stands beside its place. Folders on the way to it
+    are made, and go again where nothing was written in them."""
+    made = [folder for folder in path.absolute().parents if not folder.exists()]
     with names_path(path):
-        number = _take(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _held(path.with_name(f".{path.name}{LOCK}"), path):
+            yield
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def _held(path: Path, what: Path) -> Iterator[None]:
+    """Hold the lock file at `path`, which stands for `what`."""
+    with names_path(path):
+        number = _take(path, what)
     try:
         yield
     finally:
@@ -268,7 +383,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(number)
 
 
-def _take(path: Path) -> int:
+def _take(path: Path, what: Path) -> int:
     """The open file that holds the lock."""
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -277,7 +392,7 @@ def _take(path: Path) -> int:
         except BlockingIOError:
             other = os.read(number, 200).decode("utf-8", "replace").strip() or "another process"
             os.close(number)
-            raise ValueError(f"{path.parent} is in use by {other}: wait for it, stop it, or take another --out") from None
+            raise ValueError(f"{what} is in use by {other}: wait for it, stop it, or write to another place") from None
         except BaseException:
             os.close(number)
             raise

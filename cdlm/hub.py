@@ -45,10 +45,10 @@ def merge_lora(peft_model: Any, probe_ids_BL: torch.Tensor, tolerance: float = 1
 
 def save(
     model: DiffusionLM, tokenizer: Any, folder: Path, *, facts: Facts, max_new_tokens: int, decoding: dict[str, Any], card: str,
-    eval_results: str | None = None, adapter: Path | None = None, with_decoder: bool = True,
+    eval_results: str | None = None, adapter: Callable[[Path], None] | None = None, with_decoder: bool = True,
 ) -> None:
     """Write the folder whole beside its place, then put it there, with checksums of all but its card. The decoder beside the weights knows
-    masks only, so a model for which they do not suffice gets none. adapter: a folder of `save_adapter`, moved into this one.
+    masks only, so a model for which they do not suffice gets none. adapter: writes the adapter into a folder, as `save_adapter` does.
 
     decoding: values of `decode.DecodeConfig` that the folder says it decodes with, where its class has a place for them.
     """
@@ -63,16 +63,8 @@ def save(
         model.hf.save_pretrained(partial)
         families.save_tokenizer(tokenizer, partial)
         if adapter is not None:
-            adapter.replace(partial / "adapter")
+            adapter(partial / "adapter")
         _finish(partial, card, eval_results, with_decoder=with_decoder and model.masks_suffice)
-
-
-def put(made: Path, folder: Path) -> None:
-    """The content of a folder that is whole, moved into the place of the one that is there, with checksums."""
-    with disk.replacing_folder(folder) as partial:
-        for path in sorted(made.iterdir()):
-            path.replace(partial / path.name)
-    made.rmdir()
 
 
 def _finish(folder: Path, card: str, eval_results: str | None, with_decoder: bool) -> None:
@@ -91,14 +83,12 @@ def save_adapter(
     decoding: dict[str, Any], card: str, eval_results: str | None = None, with_decoder: bool = True,
 ) -> None:
     """An adapter as a folder that others can use: PEFT's two files, facts.json, the tokenizer and a card, with checksums of all but the
-    card.
+    card. folder: empty, or not there yet; it is not put in place whole, which is up to the caller (`files.replacing_folder`).
 
     source: what PEFT saved. Its adapter_config.json names the folder that the base was read from; base_model takes that place, and
     null when there is none, which `pack` refuses.
     """
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / adapters.CONFIG).read_text()) | {"base_model_name_or_path": base_model}
     config["target_modules"] = sorted(config["target_modules"])  # PEFT writes a set, in any order
     (folder / adapters.CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

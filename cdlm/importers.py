@@ -267,10 +267,18 @@ def import_folder(
 
     source: a .jsonl, .json or .parquet file, a folder that Dataset.save_to_disk wrote, or hub:USER/NAME@REVISION[:SPLIT].
     model: the folder or Hub repository that is to be trained; its config and tokenizer are read, no weights.
-    `target` appears when all is read; a ValueError leaves nothing behind.
+    `target` appears when all is read; a ValueError leaves nothing behind. One at a time writes it.
     """
     if target.exists():
         raise ValueError(f"{target} is there already; name a folder that does not exist yet")
+    with files.locked_place(target):
+        return _import(asked, source, target, model, family, shard_size, say)
+
+
+def _import(
+    asked: Importing, source: str, target: Path, model: str, family: str | None, shard_size: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """`import_folder` for the one that holds the lock."""
     config = families.read_config(model)
     facts = families.facts_of(model, config, families.find(config, family))
     if facts.block_origin != "prompt_end":
@@ -280,7 +288,7 @@ def import_folder(
         raise ValueError(f"config.json of {model} has vocab_size {vocabulary!r}; it must be a whole number")
     rows, source_hash = _source(source)
     reader = _Reader(asked, source, model, facts, vocabulary, families.load_tokenizer(model, facts))
-    with files.replacing_folder(target) as partial:
+    with files.new_folder(target) as partial:
         names: list[str] = []
         waiting: list[dict[str, Any]] = []
 

@@ -1,7 +1,7 @@
 """The stages of a run. Each reads the files of the stage before it and writes its own; a stage that is done is not done again.
 
     runs/<name>/trajectories/   collect
-    runs/<name>/student/        train   (checkpoints/ meanwhile, log.jsonl for the losses)
+    runs/<name>/student/        train   (checkpoints/ meanwhile, log.jsonl for the losses, log.sha256)
     runs/<name>/report.json     evaluate (report.md, report.html, pareto.png, samples.jsonl)
     runs/<name>/export/         export  (adapter/ in it, when the student is an adapter)
     push.request.json           push    (only with a push section: export/ goes to the Hub)
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,17 @@ import torch
 from cdlm import canvases, data, families, files, roofline, trajectories
 from cdlm.decode import DecodeConfig, changed, slots
 from cdlm.evaluate.report import SUMS as REPORT_SUMS
+from cdlm.evaluate.report import beside
 from cdlm.families import adapter as adapters
 from cdlm.families import causal, checkpoint, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
 from cdlm.processes import ALONE, Processes
 from cdlm.recipe import OTHER_MODEL, Collect, Recipe, Sampler
+from cdlm.verify import LOG_SUMS, NOTE_SUMS
 
 STAGES = ("collect", "train", "evaluate", "export")
+PUSHED = ("push.request.json", NOTE_SUMS["push.request.json"])
 BLOCKWISE = ("cdlm", "bd3lm")  # objectives that make a block-causal student of the model they start from
 OF_A_MODEL = (*BLOCKWISE, "tidar")  # objectives whose student is measured beside the model they start from
 AUTOREGRESSIVE = {"logit_shift": True, "prompt_attention": "causal"}  # facts under which blocks of one token are next-token prediction
@@ -125,7 +129,26 @@ class Run:
         sums = self.sums(stage)
         if stage not in self._sound and sums is not None:
             files.require_sound(sums, f"{self.out / 'report.json'}" if stage == "evaluate" else str(sums.parent))
+            if stage == "train":
+                self._require_sound_log()
         self._sound.add(stage)
+
+    def _require_sound_log(self) -> None:
+        """A ValueError unless log.jsonl, where it was not removed, is what training wrote. The run of an older version has no checksum of
+        it before its report is finished; then the report's is the one."""
+        log, sums, report_sums = self.out / "log.jsonl", self.out / LOG_SUMS, self.out / REPORT_SUMS
+        if not files.is_there(log):
+            return
+        remedy = f"remove {log} to go on without loss curves"
+        if files.is_there(sums):
+            _require_stated(sums, remedy)
+        elif files.is_there(report_sums) and log.name in files.read_sums(report_sums):
+            files.require_as_written(log, report_sums)
+        else:
+            raise ValueError(
+                f"{log} has no checksums ({sums} is missing), so it can't be told from a damaged one: {remedy}, or, if you trust it, write "
+                f"them with cdlm verify {self.out} --seal"
+            )
 
     def load_teacher(self) -> DiffusionLM:
         """The model that the recipe starts from: the teacher, or a fresh one for `scratch`."""
@@ -422,6 +445,12 @@ class Run:
         return self._hashes.of(r.model_path())
 
 
+def _require_stated(sums: Path, remedy: str) -> None:
+    """A ValueError that names the first file which is not what its checksums say, and what to do."""
+    for path, why in files.faults(sums).items():
+        raise ValueError(f"{path} is {why}; {remedy}, or, if you changed it, take it for good with cdlm verify {sums.parent} --seal")
+
+
 def _check_unread(r: Recipe, redecides: bool) -> None:
     """A ValueError for a key that nothing reads of such a model, and that is given another value than its default."""
     kind = "decides every slot at every step" if redecides else "fills a slot once"
@@ -484,6 +513,13 @@ def _request(run: Run, stage: str) -> dict[str, Any]:
     return {**measured, **r.section("export")} if stage == "export" else {**measured, **r.section("export", "push")}
 
 
+def _leave_note(run: Run, stage: str) -> None:
+    """The values that a stage was asked for, beside a folder that goes out without them, and before them their checksum."""
+    name, text = f"{stage}.request.json", files.json_text(request_of(run, stage))
+    files.write_sums(run.out / NOTE_SUMS[name], {name: text.encode()})
+    files.write_text(run.out / name, text)
+
+
 def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
     """Is the stage's result there, and is it of these values? Another recipe's result is an error.
 
@@ -502,17 +538,21 @@ def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
     }[stage]
     if (sums := run.sums(stage)) is not None and note.is_file():
         files.require_as_written(note, sums)
+    if note.name in NOTE_SUMS and files.is_there(own := run.out / NOTE_SUMS[note.name]):  # of an older version there is none
+        _require_stated(own, f"remove {last.parent if stage == 'export' else last} to make it again")
     trajectories.compare(note, request_of(run, stage), last if stage in ("evaluate", "push") else last.parent)
     return not sound or stage in run._sound or _is_sound(run, stage)
 
 
 def _is_sound(run: Run, stage: str) -> bool:
     sums = run.sums(stage)
-    if sums is not None and sums.is_file():
+    if sums is not None and files.is_there(sums):
         wrong = files.faults(sums)
-        missing = [path for path, why in wrong.items() if why == "missing"]
+        missing = [path for path, why in wrong.items() if why.startswith("missing")]
         own = stage == "collect" and run.shared_trajectories is None
         if wrong and (own or len(missing) == len(wrong)):
+            if not own:
+                files.require_names(sums, ["report.json", *beside(run.out)] if stage == "evaluate" else files.sealed(sums.parent))
             for path, why in wrong.items():
                 run.say(f"{stage}: {path} is {why}")
             return False
@@ -591,6 +631,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
     from cdlm import trainer as training
 
     r, t = run.recipe, run.recipe.train
+    refuse_links(run)
     model = run.load_teacher()
     tokenizer = run.tokenizer(model.facts)
     request = request_of(run, "train")
@@ -762,8 +803,9 @@ def _progress(run: Run, steps: int) -> Any:
 
 
 def read_log(run: Run) -> list[dict[str, Any]]:
-    """What training noted, for the curves of a report; a ValueError that names a line that is none."""
+    """What training noted, for the curves of a report; a ValueError where that is not what was written, or names a line that is none."""
     file, out = run.out / "log.jsonl", []
+    run._require_sound_log()
     for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], start=1):
         try:
             out.append(dict(json.loads(line)))
@@ -773,14 +815,39 @@ def read_log(run: Run) -> list[dict[str, Any]]:
 
 
 def _note_log(run: Run, history: list[dict[str, Any]]) -> None:
-    files.write_text(run.out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in history))
+    text = "".join(json.dumps(line) + "\n" for line in history)
+    files.write_sums(run.out / LOG_SUMS, {"log.jsonl": text.encode()})
+    files.write_text(run.out / "log.jsonl", text)
+
+
+def refuse_links(run: Run) -> None:
+    """A ValueError where checkpoints are not the run's own folders: they are removed when the student is there, wherever they stand."""
+    checkpoints = run.out / "checkpoints"
+    for path in (checkpoints, *sorted(checkpoints.glob("checkpoint-*"))):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link to {path.readlink()}; checkpoints must be folders of the run: remove the link")
+
+
+def remove_leftovers(run: Run) -> None:
+    """What a run that was killed left of folders that it was putting in place."""
+    for folder in (run.student, run.exported):
+        files.remove_halves(folder)
+
+
+def remove_checkpoints(run: Run) -> None:
+    """The checkpoints of a training that is done: the run was killed between putting the student in place and their end."""
+    checkpoints = run.out / "checkpoints"
+    if checkpoints.is_dir():
+        shutil.rmtree(checkpoints)
 
 
 def _drop_damaged(checkpoints: Path, say: Callable[[str], None]) -> None:
-    """Remove the checkpoints that are not whole, and say so: without checksums the run was killed while saving."""
+    """Remove the checkpoints that are not whole, and say so: without checksums the run was killed while saving. One that can't be read is
+    not shown to be damaged: a NotRead names the file, and nothing goes."""
+    killed = "missing: the run was killed while saving, or is of an older version"
     for folder in checkpoints.glob("checkpoint-*"):
         sums = folder / files.SUMS
-        wrong = files.faults(sums) if sums.is_file() else {str(sums): "missing: the run was killed while saving, or is of an older version"}
+        wrong = files.faults(sums) if files.is_there(sums) else {str(sums): killed}
         for path, why in wrong.items():
             say(f"train: {path} is {why}. That checkpoint is not used")
         if wrong:
@@ -793,7 +860,7 @@ def _save_student(
     """The adapter, or the whole model; request.json comes last and says that it is complete. state: its weights where the model itself
     holds but a shard of them."""
     speak_of_another = (
-        "report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, "push.request.json", run.exported.name,
+        "report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, *PUSHED, run.exported.name,
     )  # fmt: skip
     with files.replacing_folder(run.student, before=[run.out / name for name in speak_of_another]) as partial:
         if peft_model is not None:
@@ -862,6 +929,8 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
         peft_model = None
     assert e.methods is not None
     log = read_log(run)
+    if not log:
+        run.say(f"evaluate: there is no {run.out / 'log.jsonl'}, so the report has no loss curves")
     tokenizer = run.tokenizer(teacher.facts)
     examples = run.examples(tokenizer, "test", e.num_prompts)
 
@@ -1154,20 +1223,21 @@ def _export(run: Run) -> None:
         measured_on = time.strftime("%Y-%m-%d", time.gmtime(report_file.stat().st_mtime))
         results = hub.eval_results_yaml(found, r.export.benchmark, threshold, measured_on, r.train.objective, student.redecides)
     if peft_model is not None and threshold is not None:
-        adapter = files.partial_of(run.out / "adapter")
         stock = not student.redecides and student.family == "native" and student.masks_suffice
-        hub.save_adapter(
-            run.student, tokenizer, adapter, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
+        adapter = partial(
+            hub.save_adapter, run.student, tokenizer, base_model=base_model, family=student.family, facts=facts, max_new_tokens=budget,
             decoding=decoding or {"confidence_threshold": threshold},
             card=card(adapter=True, stock=stock), eval_results=results, with_decoder=stock,
         )
     if r.export.dtype is not None:
         student.hf.to(families.DTYPES[r.export.dtype])
-    (run.out / "push.request.json").unlink(missing_ok=True)  # speaks of the export that is being replaced
-    files.write_json(run.out / "export.request.json", request_of(run, "export"))
+    for name in PUSHED:
+        (run.out / name).unlink(missing_ok=True)  # speaks of the export that is being replaced
+    _leave_note(run, "export")
     if adapter is not None and student.unmergeable is not None:
         run.say(f"export: the folder is the adapter alone, not merged: {student.unmergeable}")
-        hub.put(adapter, run.exported)
+        with files.replacing_folder(run.exported) as folder:
+            adapter(folder)
         run._sound.add("export")
         run.say(f"export: {run.exported}")
         return
@@ -1202,5 +1272,5 @@ def _push(run: Run) -> None:
     shipment = hub.pack(run.exported, asked.repo_id, adapter_only=asked.adapter_only)
     run.say(hub.listing(shipment, asked.private))
     address = hub.push(shipment, private=asked.private, say=run.say)
-    files.write_json(run.out / "push.request.json", request_of(run, "push"))
+    _leave_note(run, "push")
     run.say(f"push: {address}")

@@ -201,7 +201,9 @@ def compare(note: Path, request: dict[str, Any], where: Path) -> None:
     changed = sorted(key for key in {*before, *request} if before.get(key) != request.get(key))
     if changed:
         what = "; ".join(_difference(key, before.get(key), request.get(key)) for key in changed)
-        raise ValueError(f"{where} holds the result of other values ({what}). Take another --out, or remove it to make it again.")
+        raise ValueError(
+            f"{where} holds the result of other values ({what}), says {note}. Take another --out, or remove it to make it again."
+        )
 
 
 def _difference(key: str, before: Any, now: Any) -> str:
@@ -356,7 +358,7 @@ def is_whole(folder: Path, name: str, say: Callable[[str], None]) -> bool:
     sums = folder / f"{name}.sha256"
     if not (folder / f"{name}.parquet").is_file():
         return False
-    wrong = files.faults(sums) if sums.is_file() else {str(sums): "missing: without checksums it can't be told from a damaged shard"}
+    wrong = files.faults(sums) if files.is_there(sums) else {str(sums): "missing: without checksums it can't be told from a damaged shard"}
     for path, why in wrong.items():
         say(f"collect: {path} is {why}. The shard is made again")
     return not wrong

@@ -7,8 +7,10 @@ number.
 """
 
 import contextlib
+import functools
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -29,14 +31,15 @@ SMALL = (  # of the mini recipe: two shards, two steps with a checkpoint each, o
     "evaluate.num_prompts=1", "evaluate.latency_prompts=1", "evaluate.warmup_prompts=0",
 )  # fmt: skip
 NOTE = "evaluate.request.json"
-TIMED = ("report.sha256", "report.md", "report.html", "report.json", "pareto.png", "log.jsonl", "export/README.md")
+TIMED = ("report.sha256", "report.md", "report.html", "report.json", "pareto.png", "log.jsonl", "log.sha256", "export/README.md")
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
 def _inject(fault: dict[str, Any]) -> None:
-    """Put one fault into this process: at the `number`-th call of `function` (module:attribute) whose arguments name `name`."""
+    """Put one fault into this process: at the `number`-th call of `function` (module:attribute) whose arguments name `name`, the end of
+    a path."""
     import importlib
 
     if "limit" in fault:  # bytes that a file may have
@@ -58,7 +61,7 @@ def _inject(fault: dict[str, Any]) -> None:
     def struck(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         named = [str(value) for value in (*args, *kwargs.values()) if isinstance(value, str | os.PathLike)]
-        if fault.get("name") is not None and not any(Path(value).name == fault["name"] for value in named):
+        if fault.get("name") is not None and not any(Path(value).match(fault["name"]) for value in named):
             return real(*args, **kwargs)
         seen += 1
         if seen != fault.get("number", 1):
@@ -70,7 +73,7 @@ def _inject(fault: dict[str, Any]) -> None:
         if fault["when"] == "no number":
             return result * float("nan")
         if fault["when"] == "half":
-            file = next(Path(value) for value in named if Path(value).is_file())
+            file = [Path(value) for value in named if Path(value).is_file()][-1]  # of a copy, the copy
             os.truncate(file, file.stat().st_size // 2)
         strike()
         return result
@@ -108,7 +111,7 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     matplotlib.use("Agg")
-    from cdlm import cli, data, importers, plan, stages, trace, trainer, verify  # noqa: F401  (imported for the forks)
+    from cdlm import ablate, bench, cli, data, hub, importers, plan, stages, trace, trainer, verify  # noqa: F401  (imported for the forks)
     from cdlm.evaluate import page  # noqa: F401
 
     assert pyarrow.parquet is not None
@@ -201,19 +204,19 @@ def untimed(report: bytes) -> dict[str, Any]:
 
 
 def same_run(one: Path, other: Path) -> str:
-    """How two finished runs differ; empty if they are the same but for what a clock gave."""
+    """How two finished runs differ (also those in their ablation); empty if they are the same but for what a clock gave."""
     a, b = contents(one), contents(other)
     if set(a) != set(b):
         return f"files differ: {sorted(set(a) ^ set(b))}"
-    differing = [name for name in a if name not in TIMED and a[name] != b[name]]
+    differing = [name for name in a if re.sub("^ablation/[^/]+/", "", name) not in (*TIMED, *CARDS) and a[name] != b[name]]
     if differing:
         return f"contents differ: {differing}"
-    return "" if untimed(a["report.json"]) == untimed(b["report.json"]) else "report.json differs"
+    return "".join(f"{name} differs" for name in a if Path(name).name == "report.json" and untimed(a[name]) != untimed(b[name]))
 
 
 @dataclass
 class World:
-    """The server, the smallest recipe, and its unbroken run."""
+    """The server, the smallest recipe, and its unbroken run. What else cases need is made when it is first asked for."""
 
     server: Server
     recipe: Path
@@ -231,17 +234,55 @@ class World:
         assert ended.status == 0, ended.err
         return world
 
+    @functools.cached_property
+    def lora(self) -> "World":
+        """The same with a student that is an adapter; its trajectories are the same ones."""
+        import mini
+        import yaml
+
+        recipe = self.recipe.with_name("lora.yaml")
+        recipe.write_text(yaml.safe_dump(mini.values(lora=True), sort_keys=False))
+        other = World(self.server, recipe, self.whole.with_name("whole-lora"))
+        ended = other.distill(self.start(other.whole, "c"))
+        assert ended.status == 0, ended.err
+        return other
+
+    @functools.cached_property
+    def bench_folder(self) -> Path:
+        """The run with an unbroken bench."""
+        out = self.whole.with_name("whole-bench")
+        shutil.copytree(self.whole, out)
+        ended = self.bench(out)
+        assert ended.status == 0, ended.err
+        return out
+
+    @functools.cached_property
+    def ablation(self) -> Path:
+        """An unbroken ablation on the run's trajectories."""
+        out = self.start(self.whole.with_name("whole-ablation"), "c")
+        ended = self.ablate(out)
+        assert ended.status == 0, ended.err
+        return out
+
+    def bench(self, out: Path, *words: str, fault: dict[str, Any] | None = None) -> Ended:
+        sizes = ("--batches", "1", "--lengths", "8,16", "--prompt-tokens", "4")
+        return self.server.run("bench", self.recipe, "--out", out, *small(), *sizes, *words, fault=fault)
+
+    def ablate(self, out: Path, fault: dict[str, Any] | None = None) -> Ended:
+        return self.server.run("ablate", self.recipe, "--out", out, *small(), fault=fault)
+
     def distill(self, out: Path, *changes: str, fault: dict[str, Any] | None = None, **variables: str) -> Ended:
         return self.server.run("distill", self.recipe, "--out", out, *small(*changes), fault=fault, **variables)
 
     def start(self, out: Path, stages: str) -> Path:
-        """A run in which these stages are done: any of c, t, e for collect, train, evaluate."""
+        """A run in which these stages are done: any of c, t, e, x for collect, train, evaluate, export."""
         out.mkdir(parents=True)
-        for letter, name in (("c", "trajectories"), ("t", "student")):
+        for letter, name in (("c", "trajectories"), ("t", "student"), ("x", "export")):
             if letter in stages:
                 shutil.copytree(self.whole / name, out / name)
-        if "t" in stages:
-            shutil.copy(self.whole / "log.jsonl", out)
+        for letter, names in (("t", ("log.jsonl", "log.sha256")), ("x", ("export.request.json", "export.sha256"))):
+            for name in names if letter in stages else ():
+                shutil.copy(self.whole / name, out)
         if "e" in stages:
             for file in [*self.whole.glob("report.*"), *(self.whole / name for name in ("pareto.png", "samples.jsonl", NOTE))]:
                 shutil.copy(file, out)
@@ -277,9 +318,25 @@ KILLS = {  # name -> stages done before, and where it strikes
 }  # fmt: skip
 
 
-def killed(world: World, out: Path, name: str, kind: str) -> str:
+LORA_KILLS = {  # the same where the student is an adapter
+    "train: in the middle of a checkpoint's adapter": (
+        "c", {"function": "peft.peft_model:safe_save_file", "number": 2, "when": "half"}
+    ),
+    "train: between a checkpoint and its checksums": ("c", {"function": "cdlm.files:seal", "number": 2, "when": "before"}),
+    "train: in the middle of the student": ("c", {"function": "peft.peft_model:safe_save_file", "number": 3, "when": "half"}),
+    "train: behind the student": ("c", {"function": REPLACE, "name": "student", "when": "after"}),
+    "export: in the middle of the adapter's weights": (
+        "cte", {"function": "cdlm.hub:shutil.copyfile", "name": "adapter_model.safetensors", "when": "half"}
+    ),
+    "export: before the adapter's checksums": ("cte", {"function": "cdlm.files:seal", "number": 1, "when": "before"}),
+    "export: behind the adapter": ("cte", {"function": "cdlm.hub:save_adapter", "when": "after"}),
+    "export: before the folder is put in place": ("cte", {"function": REPLACE, "name": "export", "when": "before"}),
+}  # fmt: skip
+
+
+def killed(world: World, out: Path, kill: tuple[str, dict[str, Any]], kind: str) -> str:
     """Killed at a point, the next start ends with the files of an unbroken run; SIGTERM also says so in one line and cleans up."""
-    before, fault = KILLS[name]
+    before, fault = kill
     world.start(out, before)
     ended = world.distill(out, fault={**fault, "signal": kind})
     if kind == "SIGKILL" and ended.status != -signal.SIGKILL:
@@ -296,7 +353,110 @@ def killed(world: World, out: Path, name: str, kind: str) -> str:
 CASES: dict[str, Callable[[World, Path], str]] = {}
 for _kind in ("SIGKILL", "SIGTERM"):
     for _name in KILLS:
-        CASES[f"kill / {_kind} / {_name}"] = lambda world, out, name=_name, kind=_kind: killed(world, out, name, kind)
+        CASES[f"kill / {_kind} / {_name}"] = lambda world, out, name=_name, kind=_kind: killed(world, out, KILLS[name], kind)
+    for _name in LORA_KILLS:
+        CASES[f"kill / {_kind} / adapter, {_name}"] = (
+            lambda world, out, name=_name, kind=_kind: killed(world.lora, out, LORA_KILLS[name], kind)
+        )  # fmt: skip
+
+
+def killed_between(world: World, out: Path, place: str, number: int) -> str:
+    """A folder that lacks a file is made again. Killed when the old one has gone from its place (1) or the new one has come (2), the next
+    start ends with the files of an unbroken run, and neither of the two is left beside its place."""
+    world.start(out, "ctex")
+    (out / place / "config.json").unlink()
+    ended = world.distill(out, fault={"function": REPLACE, "name": place, "number": number, "when": "after", "signal": "SIGKILL"})
+    if ended.status != -signal.SIGKILL or not (out / f".{place}.old").is_dir() or (out / place).is_dir() != (number == 2):
+        return f"status {ended.status}, there are {sorted(path.name for path in out.iterdir())}"
+    again = world.distill(out)
+    return f"started again: {again.lines}" if again.status else same_run(out, world.whole)
+
+
+for _name in ("student", "export"):
+    for _number, _words in ((1, "behind the old"), (2, "behind the new")):
+        CASES[f"kill / SIGKILL / a folder is replaced, {_words} {_name}"] = (
+            lambda world, out, name=_name, number=_number: killed_between(world, out, name, number)
+        )  # fmt: skip
+
+
+ABLATE_KILLS = {
+    "in a variant's training": {"function": "cdlm.trainer:CDLMTrainer.compute_loss", "number": 4, "when": "before"},
+    "between a variant's student and the end of its checkpoints": {"function": REPLACE, "name": "student", "number": 2, "when": "after"},
+    "between two variants": {"function": REPLACE, "name": "report.json", "number": 1, "when": "after"},
+    "before a variant's report": {"function": REPLACE, "name": "report.json", "number": 2, "when": "before"},
+    "before the table": {"function": REPLACE, "name": "ablation.md", "when": "before"},
+}
+
+
+def killed_ablation(world: World, out: Path, name: str) -> str:
+    """An ablation that was killed, started again, ends with the files of an unbroken one."""
+    world.start(out, "c")
+    ended = world.ablate(out, fault={**ABLATE_KILLS[name], "signal": "SIGKILL"})
+    if ended.status != -signal.SIGKILL:
+        return f"it was not killed: status {ended.status}, {ended.err[-300:]}"
+    again = world.ablate(out)
+    if again.status:
+        return f"started again: {again.lines}"
+    checked = world.server.run("verify", out)
+    return same_run(out, world.ablation) or (f"verify: {checked.lines}" if checked.status else "")
+
+
+BENCH_KILLS = {
+    "in the training of a part": {"function": "cdlm.trainer:CDLMTrainer.compute_loss", "number": 2, "when": "before"},
+    "behind the student of a part's training": {"function": REPLACE, "name": "student", "when": "after"},
+    "between a part's checksum and the part": {"function": REPLACE, "name": "growth.json", "when": "before"},
+    "in the table": {"function": "cdlm.evaluate.run:_decode", "when": "before"},
+    "between the report's checksums and the report": {"function": REPLACE, "name": "report.json", "when": "before"},
+}
+
+
+def killed_bench(world: World, out: Path, name: str) -> str:
+    """A bench that was killed, started again, ends with the files of an unbroken one, but for what a clock gave; the run is as it was."""
+    shutil.copytree(world.whole, out)
+    ended = world.bench(out, fault={**BENCH_KILLS[name], "signal": "SIGKILL"})
+    if ended.status != -signal.SIGKILL:
+        return f"it was not killed: status {ended.status}, {ended.err[-300:]}"
+    again = world.bench(out)
+    checked = world.server.run("verify", out)
+    if again.status or checked.status:
+        return f"started again: {again.lines}, verify: {checked.lines}"
+    a, b = contents(out), contents(world.bench_folder)
+    if set(a) != set(b):
+        return f"files differ: {sorted(set(a) ^ set(b))}"
+    same = [name for name in a if not name.startswith("bench/")] + ["bench/samples.jsonl"]
+    return f"contents differ: {differing}" if (differing := [name for name in same if a[name] != b[name]]) else ""
+
+
+for _name in ABLATE_KILLS:
+    CASES[f"kill / SIGKILL / ablate: {_name}"] = lambda world, out, name=_name: killed_ablation(world, out, name)
+for _name in BENCH_KILLS:
+    CASES[f"kill / SIGKILL / bench: {_name}"] = lambda world, out, name=_name: killed_bench(world, out, name)
+
+
+LLADA = ROOT / "tests" / "fixtures" / "llada"  # a checkpoint in its family's format
+
+
+def killed_conversion(world: World, out: Path, fault: dict[str, Any]) -> str:
+    """A conversion that was killed leaves no target; the same command again writes it."""
+    out.mkdir()
+    ended = world.server.run("convert", LLADA, out / "dst", "--to", "native", fault={**fault, "signal": "SIGKILL"})
+    if ended.status != -signal.SIGKILL or (out / "dst").exists():
+        return f"status {ended.status}, there are {sorted(path.name for path in out.iterdir())}"
+    for name in ("dst", "other"):
+        ended = world.server.run("convert", LLADA, out / name, "--to", "native")
+        if ended.status:
+            return f"{name}: {ended.lines}"
+    if sorted(path.name for path in out.iterdir()) != ["dst", "other"]:
+        return f"it left {sorted(path.name for path in out.iterdir())}"
+    return "" if contents(out / "dst") == contents(out / "other") else "it is another one"
+
+
+CASES["kill / SIGKILL / convert: in the middle"] = (
+    lambda world, out: killed_conversion(world, out, {"function": "cdlm.families.checkpoint:write", "when": "after"})
+)  # fmt: skip
+CASES["kill / SIGKILL / convert: before the folder is put in place"] = (
+    lambda world, out: killed_conversion(world, out, {"function": REPLACE, "name": "dst", "when": "before"})
+)  # fmt: skip
 
 
 def flip(path: Path) -> None:
@@ -317,11 +477,19 @@ DAMAGED = (
     "trajectories/shard-00001.safetensors", "trajectories/shard-00001.parquet", "trajectories/shard-00001.sha256",
     "trajectories/SHA256SUMS", "trajectories/manifest.json", "trajectories/collection.json", "student/model.safetensors",
     "student/config.json", "student/generation_config.json", "student/tokenizer.json", "student/tokenizer_config.json",
-    "student/chat_template.jinja", "student/request.json", "student/SHA256SUMS", "report.json", "report.md",
-    "report.html", "pareto.png", "samples.jsonl", "log.jsonl", "report.sha256", "evaluate.request.json", "export.request.json",
-    "export/model.safetensors", "export/config.json", "export/generation_config.json", "export/tokenizer.json",
+    "student/chat_template.jinja", "student/request.json", "student/SHA256SUMS", "report.json",
+    "report.md", "report.html", "pareto.png", "samples.jsonl", "log.jsonl", "log.sha256", "report.sha256", "evaluate.request.json",
+    "export.request.json", "export.sha256", "export/model.safetensors", "export/config.json",
+    "export/generation_config.json", "export/tokenizer.json",
     "export/tokenizer_config.json", "export/chat_template.jinja", "export/custom_generate/generate.py", "export/SHA256SUMS",
 )  # fmt: skip
+LORA_DAMAGED = (  # of a run whose student is an adapter
+    "student/adapter_model.safetensors", "student/adapter_config.json", "student/request.json", "student/SHA256SUMS",
+    "export/model.safetensors", "export/SHA256SUMS", "export/adapter/adapter_model.safetensors", "export/adapter/adapter_config.json",
+    "export/adapter/facts.json", "export/adapter/tokenizer.json", "export/adapter/tokenizer_config.json",
+    "export/adapter/chat_template.jinja", "export/adapter/custom_generate/generate.py", "export/adapter/SHA256SUMS",
+)  # fmt: skip
+CARDS = ("export/README.md", "export/adapter/README.md", "student/README.md")  # their owner's to change, without checksums
 
 
 def damaged(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
@@ -329,8 +497,11 @@ def damaged(world: World, out: Path, name: str, change: Callable[[Path], None]) 
     shutil.copytree(world.whole, out)
     change(out / name)
     before = contents(out)
+    named = Path(name).name if name.endswith(("SHA256SUMS", ".sha256")) else name  # a file and its checksum differ: which is damaged?
+    checked = world.server.run("verify", out)
+    if checked.status != 1 or named not in checked.out + checked.err:
+        return f"verify: status {checked.status}, {checked.lines}"
     ended = world.distill(out)
-    named = Path(name).name if name.endswith("SHA256SUMS") else name  # a file and its checksum differ: which of the two is damaged?
     if ended.status == 0:
         if named not in ended.out:
             return f"{name} is not named: {ended.out[-400:]}"
@@ -339,9 +510,42 @@ def damaged(world: World, out: Path, name: str, change: Callable[[Path], None]) 
 
 
 def all_listed(world: World, out: Path) -> str:
-    """Every file of a run is damaged in some case, but for the card, which is its owner's to change."""
-    kinds = {re.sub(r"shard-\d+", "shard-00001", name) for name in contents(world.whole)}
-    return f"no case damages {sorted(left)}" if (left := kinds - {*DAMAGED, "export/README.md"}) else ""
+    """Every file of a run is damaged in some case, but for cards, which are their owner's to change."""
+    kinds = {re.sub(r"shard-\d+", "shard-00001", name) for whole in (world.whole, world.lora.whole) for name in contents(whole)}
+    kinds |= {name for name in contents(world.bench_folder) if name.startswith("bench/")}
+    return f"no case damages {sorted(left)}" if (left := kinds - {*DAMAGED, *LORA_DAMAGED, *BENCH_DAMAGED, *CARDS}) else ""
+
+
+BENCH_DAMAGED = (
+    "bench/growth.json", "bench/growth.sha256", "bench/overhead.json", "bench/overhead.sha256", "bench/report.json", "bench/report.md",
+    "bench/report.html", "bench/pareto.png", "bench/samples.jsonl", "bench/report.sha256",
+)  # fmt: skip
+
+
+def damaged_bench(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
+    """A damaged part or report of a bench is named by verify, and refused by a bench that would read it, before any work."""
+    shutil.copytree(world.bench_folder, out)
+    change(out / name)
+    before = contents(out)
+    checked = world.server.run("verify", out)
+    if checked.status != 1 or name not in checked.out + checked.err:
+        return f"verify: status {checked.status}, {checked.lines}"
+    ended = world.bench(out, "--parts", "overhead" if "growth" in name else "growth")
+    named = Path(name).name if name.endswith(".sha256") else name
+    return ended.refused(named) or ("" if contents(out) == before else "the refusal changed files")
+
+
+def damaged_log(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
+    """A training log that is damaged before it is read for the report is refused by name; without it the run goes on."""
+    world.start(out, "ct")
+    change(out / name)
+    before = contents(out)
+    wrong = world.distill(out).refused(name, "without loss curves", "--seal") if name == "log.jsonl" else world.distill(out).refused(name)
+    if wrong or contents(out) != before:
+        return wrong or "the refusal changed files"
+    (out / "log.jsonl").unlink()
+    again = world.distill(out)
+    return f"{again.lines}" if again.status or "so the report has no loss curves" not in again.out else ""
 
 
 def eval_words(model: object) -> list[object]:
@@ -376,14 +580,18 @@ def damaged_comparison(world: World, out: Path, name: str) -> str:
     return world.server.run("compare", world.whole, out).refused(str(out / name))
 
 
-def damaged_checkpoint(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
-    """A damaged checkpoint is named and not used; the run ends as an unbroken one."""
+def last_checkpoint(world: World, out: Path) -> Path:
+    """A run that was killed when all its steps were done; the checkpoint of the last one."""
     world.start(out, "c")
     ended = world.distill(out, fault={"function": "cdlm.stages:_note_log", "when": "before", "signal": "SIGKILL"})
-    place = out / "checkpoints" / "checkpoint-2" / name
-    if ended.status != -signal.SIGKILL or not place.is_file():
-        return f"no {place}: status {ended.status}, {ended.err[-300:]}"
-    change(place)
+    place = out / "checkpoints" / "checkpoint-2"
+    assert ended.status == -signal.SIGKILL and place.is_dir(), f"no {place}: status {ended.status}, {ended.err[-300:]}"
+    return place
+
+
+def damaged_checkpoint(world: World, out: Path, name: str, change: Callable[[Path], None]) -> str:
+    """A damaged checkpoint is named and not used; the run ends as an unbroken one."""
+    change(last_checkpoint(world, out) / name)
     again = world.distill(out)
     named = f"checkpoint-2/{name}" if name != "SHA256SUMS" else "SHA256SUMS"  # as of a run
     if again.status or named not in again.out or "That checkpoint is not used" not in again.out:
@@ -391,12 +599,32 @@ def damaged_checkpoint(world: World, out: Path, name: str, change: Callable[[Pat
     return same_run(out, world.whole)
 
 
+def unreadable(world: World, out: Path, name: str) -> str:
+    """A read error is no damage: one line names the file, nothing goes, and when it can be read again the run goes on from there."""
+    if name.startswith("trajectories"):
+        world.start(out, "c")
+    else:
+        last_checkpoint(world, out)
+    (out / ".lock").unlink(missing_ok=True)  # of the one that was killed
+    before = contents(out)
+    call = "pathlib:Path.read_text" if name.endswith(("SHA256SUMS", ".sha256")) else "pathlib:Path.open"
+    ended = world.distill(out, fault={"function": call, "name": name, "when": "before", "errno": 5})
+    wrong = ended.refused(f"{out / name} can't be read: Input/output error")
+    if wrong or contents(out) != before:
+        return wrong or "the refusal changed files"
+    again = world.distill(out)
+    if "is made again" in again.out or ("checkpoint-2" in name and "goes on from checkpoint-2" not in again.out):
+        return f"what was there was not used: {again.out[-600:]}"
+    return f"{again.lines}" if again.status else same_run(out, world.whole)
+
+
 def without_checksums(world: World, out: Path, name: str) -> str:
     """A folder from before there were checksums is refused, with the command that seals it; sealed, it is taken."""
     shutil.copytree(world.whole, out)
-    for file in (out / name).glob("*.sha256") if name == "trajectories" else []:
+    for file in (out / name).glob("*.sha256") if name in ("trajectories", ".") else []:
         file.unlink()
-    (out / name / "SHA256SUMS" if name != "." else out / "report.sha256").unlink()
+    if name != ".":
+        (out / name / "SHA256SUMS").unlink()
     wrong = world.distill(out).refused("has no checksums", "cdlm verify", "--seal")
     if wrong:
         return wrong
@@ -415,7 +643,28 @@ for _change in (flip, truncate):
         CASES[f"damage / {_change.__name__} / checkpoint {_name}"] = (
             lambda world, out, name=_name, change=_change: damaged_checkpoint(world, out, name, change)
         )  # fmt: skip
+    for _name in LORA_DAMAGED:
+        CASES[f"damage / {_change.__name__} / adapter, {_name}"] = (
+            lambda world, out, name=_name, change=_change: damaged(world.lora, out, name, change)
+        )  # fmt: skip
+    for _name in ("adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"):
+        CASES[f"damage / {_change.__name__} / adapter, checkpoint {_name}"] = (
+            lambda world, out, name=_name, change=_change: damaged_checkpoint(world.lora, out, name, change)
+        )  # fmt: skip
+    for _name in BENCH_DAMAGED:
+        CASES[f"damage / {_change.__name__} / {_name}"] = (
+            lambda world, out, name=_name, change=_change: damaged_bench(world, out, name, change)
+        )  # fmt: skip
+    for _name in ("log.jsonl", "log.sha256"):
+        CASES[f"damage / {_change.__name__} / {_name} before evaluate"] = (
+            lambda world, out, name=_name, change=_change: damaged_log(world, out, name, change)
+        )  # fmt: skip
 CASES["damage / every file is in a case"] = all_listed
+for _name in (
+    "checkpoints/checkpoint-2/optimizer.pt", "checkpoints/checkpoint-2/SHA256SUMS", "trajectories/shard-00001.parquet",
+    "trajectories/SHA256SUMS",
+):  # fmt: skip
+    CASES[f"damage / a read error at {_name} is none"] = lambda world, out, name=_name: unreadable(world, out, name)
 for _name in ("distill", "generate", "convert", "push", "eval"):
     CASES[f"damage / weights that {_name} would read"] = lambda world, out, name=_name: damaged_model(world, out, name)
 for _name in ("report.json", "samples.jsonl", "report.sha256"):
@@ -453,6 +702,41 @@ def lock_of_the_dead(world: World, out: Path) -> str:
     return f"{again.lines}" if again.status else same_run(out, world.whole)
 
 
+def second_writer(world: World, out: Path, command: str) -> str:
+    """The second command that would write in one place is refused and names the first; nothing changes. Then it does its work."""
+    from cdlm import files
+
+    shutil.copytree(world.whole, out / "run")
+    teacher = world.recipe.parent / "teacher"
+    stated = json.loads((teacher / "config.json").read_text())
+    states = [[5, 6, *[stated["mask_token_id"]] * 8], [5, 6, *[9] * 7, stated["eos_token_id"]]]
+    (out / "rows.jsonl").write_text(json.dumps({"prompt_ids": [5, 6], "trajectory": states, "is_correct": True}) + "\n")
+    words, place, held = {
+        "verify --seal": (["verify", "run", "--seal"], "run", files.locked),
+        "verify --seal of a part": (["verify", "run/student", "--seal"], "run", files.locked),
+        "convert": (["convert", LLADA, "new/dst", "--to", "native"], "new/dst", files.locked_place),
+        "import": (
+            ["import", "d3llm", "rows.jsonl", "new/dst", "--model", teacher, "--block-length", "8", "--order", "block"], "new/dst",
+            files.locked_place,
+        ),
+        "eval": ([*eval_words(teacher), "--output_path", "new/dst"], "new/dst/finished.jsonl", files.locked_place),
+    }[command]  # fmt: skip
+    with held(out / place):
+        before = contents(out)
+        ended = world.server.run(*words, folder=out).behind_remarks()
+        if wrong := ended.refused(f"{place} is in use by process {os.getpid()}"):
+            return wrong
+        if contents(out) != before:
+            return f"the refused command wrote {sorted(set(contents(out)) ^ set(before))}"
+    again = world.server.run(*words, folder=out)
+    if again.status:
+        return f"{again.lines}"
+    left = [name for name in contents(out) if name.endswith((".lock", ".partial"))]
+    return f"it left {left}" if left else ""
+
+
+for _name in ("verify --seal", "verify --seal of a part", "convert", "import", "eval"):
+    CASES[f"lock / a second {_name}"] = lambda world, out, name=_name: second_writer(world, out, name)
 CASES["lock / a second run"] = second_run
 CASES["lock / after a crash"] = lock_of_the_dead
 
@@ -490,6 +774,16 @@ for _name, (_before, _fault, _named) in {
     CASES[f"disk / {_name}"] = lambda world, out, values=(_before, _fault, _named): full(world, out, *values)
 
 
+for _name, _fault in {
+    "weights": {"function": "cdlm.hub:shutil.copyfile", "name": "adapter_model.safetensors", "when": "before", "errno": 28},
+    "checksums": {"function": "cdlm.files:seal", "number": 1, "when": "before", "errno": 28},
+    "bytes, brought to the disk": {"function": SYNC, "name": "adapter_model.safetensors", "when": "before", "errno": 28},
+}.items():
+    CASES[f"disk / disk full at an exported adapter's {_name}"] = (
+        lambda world, out, fault=_fault: full(world.lora, out, "cte", fault, "export")
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def mounted(place: Path, size: str) -> Iterator[bool]:
     """A file system of its own at `place`; False where mounting is not allowed."""
@@ -503,7 +797,7 @@ def mounted(place: Path, size: str) -> Iterator[bool]:
 
 
 def remount(place: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", place], check=True)
+    subprocess.run(["mount", "-o", f"remount,{options}", "tmpfs", place], check=True)  # with the source named no option is read back
 
 
 NOT_RUN = "not run: no file system can be mounted here"
@@ -636,7 +930,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "not a number": (_setting("train.learning_rate=.nan"), ("train.learning_rate is nan", "between")),
     "infinity": (_setting("train.warmup=.inf"), ("train.warmup is inf",)),
     "a name that leaves the folder": (_setting("name=../x"), ("name is '../x'", "no '/'")),
-    "a name with control characters": (_recipe('name: "a\\e[31m"\ndata: {test: t}\n'), ("missing key",)),
+    "a name with control characters": (_setting('name="a\\e[31m"'), ("name is 'a\\x1b[31m'", "no control characters")),
     "a date where there is none": (_recipe("name: 2024-13-45\n"), ("bad.yaml is not YAML", "month")),
     "a tag of Python": (_recipe("name: !!python/object/apply:os.system [id]\n"), ("bad.yaml is not YAML",)),
     "a bomb of anchors": (_recipe(BOMB), ("unknown key a",)),
@@ -930,6 +1224,19 @@ def secrets(world: World, out: Path) -> str:
 
 for _name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"):
     CASES[f"hostile / a pickle as {_name} of a checkpoint"] = lambda world, out, name=_name: pickled_state(world, out, name)
+def linked_checkpoints(world: World, out: Path, name: str) -> str:
+    """Checkpoints that are links out of the run's folder are refused before any work, and what they lead to stays as it is."""
+    place = last_checkpoint(world, out)
+    linked, elsewhere = (place if name else place.parent), out.parent / "elsewhere"
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    kept = contents(elsewhere)
+    ended = world.distill(out)
+    return ended.refused(f"{linked} is a link to {elsewhere}") or ("" if contents(elsewhere) == kept else "it changed what is elsewhere")
+
+
+CASES["hostile / a link as the folder of checkpoints"] = lambda world, out: linked_checkpoints(world, out, "")
+CASES["hostile / a link as a checkpoint"] = lambda world, out: linked_checkpoints(world, out, "checkpoint-2")
 CASES["hostile / a pickle as weights"] = pickled_weights
 CASES["hostile / code in a model's folder"] = remote_code
 CASES["hostile / kernels that config.json names"] = foreign_kernels
@@ -1036,6 +1343,32 @@ def random_decodings(world: World, out: Path, part: int) -> str:
     return "" if ran > EACH // 2 else f"only {ran} of {EACH} random decodings ran"
 
 
+DAMAGES, SEEDS = 50, 4
+
+
+def random_damages(world: World, out: Path, seed: int) -> str:
+    """A bit of any byte of any file of a finished run, or its end cut off: named, and made again as it was or refused."""
+    rng = random.Random(seed)
+    for number in range(DAMAGES):
+        one = rng.choice((world, world.lora))
+        name = rng.choice(sorted(set(contents(one.whole)) - {*CARDS}))
+        size = (one.whole / name).stat().st_size
+        place, bit = rng.randrange(size), rng.choice((*range(8), None))
+
+        def change(path: Path, place: int = place, bit: int | None = bit) -> None:
+            content = bytearray(path.read_bytes())
+            if bit is not None:
+                content[place] ^= 1 << bit
+            path.write_bytes(content if bit is not None else content[:place])
+
+        if seen := damaged(one, out / str(number), name, change):
+            return f"{name}, byte {place}, {'cut off' if bit is None else f'bit {bit}'}: {seen}"
+        shutil.rmtree(out / str(number))
+    return ""
+
+
+for _seed in range(SEEDS):
+    CASES[f"random / {DAMAGES} damages, seed {_seed}"] = lambda world, out, seed=_seed: random_damages(world, out, seed)
 for _part in range(PARTS):
     CASES[f"random / {EACH} recipes, seed {_part}"] = lambda world, out, part=_part: random_recipes(world, out, part)
 for _part in range(PARTS):
@@ -1054,6 +1387,14 @@ def fresh(folder: Path) -> Iterator[Path]:
         yield place / "run"
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def in_own_namespace() -> None:
+    """Start again where file systems may be mounted: in a namespace of this process's own, where the kernel gives one to somebody who is
+    not root."""
+    again = ("unshare", "--user", "--map-root-user", "--mount")
+    if os.geteuid() != 0 and shutil.which("unshare") and subprocess.run([*again, "true"], capture_output=True, check=False).returncode == 0:
+        os.execvp(again[0], [*again, sys.executable, *sys.argv])
 
 
 def main(wanted: list[str]) -> int:
@@ -1084,4 +1425,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--serve"]:
         serve()
     else:
+        in_own_namespace()
         sys.exit(main(sys.argv[1:]))

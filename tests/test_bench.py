@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TINY, random_model, random_prompts
 
-from cdlm import bench, cli, families, recipe, stages
+from cdlm import bench, cli, families, files, recipe, stages
 from cdlm.decode import DecodeConfig, decode
 from cdlm.evaluate import overhead
 from cdlm.evaluate.assisted import GenerateConfig, generate
@@ -163,10 +163,20 @@ def test_parts_made_one_after_another_meet_in_one_report(done, copy):
         bench.run(r, copy, ["growth"], [1], [16, 32], growing, say=say)
     (copy / "bench" / "report.json").write_bytes(whole)
     part = copy / "bench" / "growth.json"
-    part.write_text(json.dumps({**json.loads(part.read_text()), "block_length": 12}))
+    good = part.read_text()
+    part.write_text(good.replace("16", "17"))
+    with pytest.raises(ValueError, match=r"growth\.json is not what was written: .*growth\.sha256 says"):
+        bench.run(r, copy, ["overhead"], [1], [16, 32], growing, say=say)
+    assert not (copy / "bench" / "overhead.json").exists(), "it is found before any work"
+
+    def sealed(text: str) -> None:
+        part.write_text(text)
+        files.write_sums(part.with_suffix(".sha256"), {part.name: part})
+
+    sealed(json.dumps({**json.loads(good), "block_length": 12}))
     with pytest.raises(ValueError, match=r"growth\.json is of blocks of 12, decode\.block_length is 8"):
         bench.run(r, copy, ["table"], [1], [16, 32], growing, say=say)
-    part.write_text("{")
+    sealed("{")
     with pytest.raises(ValueError, match=r"growth\.json is not JSON"):
         bench.run(r, copy, ["table"], [1], [16, 32], growing, say=say)
     assert json.loads((copy / "bench" / "report.json").read_text()) == both
@@ -178,8 +188,19 @@ def test_a_broken_training_log_is_found_before_anything_is_measured(done, copy):
     said: list[str] = []
     run = stages.Run(recipe.load(done.recipe), copy, say=said.append)
     before = {path: path.read_bytes() for path in copy.glob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"log\.jsonl is not what was written: .*remove .*log\.jsonl to go on without loss curves"):
+        stages.evaluate(run)
+    (copy / "log.sha256").unlink()  # as of an older version: the finished report has a checksum of it, too
+    with pytest.raises(ValueError, match=r"log\.jsonl is not what was written: .* report\.sha256 says"):
+        stages.evaluate(run)
+    (copy / "report.sha256").unlink()
+    with pytest.raises(ValueError, match=r"log\.jsonl has no checksums .*cdlm verify .* --seal"):
+        stages.evaluate(run)
+    files.write_sums(copy / "log.sha256", {"log.jsonl": log})  # by somebody who looks at nothing
     with pytest.raises(ValueError, match=r"log\.jsonl, line \d+ is no line of a training log"):
         stages.evaluate(run)
+    for name in ("log.sha256", "report.sha256"):
+        (copy / name).write_bytes(before[copy / name])
     assert not said and {path: path.read_bytes() for path in copy.glob("*") if path.is_file()} == before
 
 

@@ -8,6 +8,13 @@ from faults import CASES, NOT_RUN, World
 QUICK = [
     "kill / SIGTERM / train: in the middle of a checkpoint's optimizer",
     "kill / SIGKILL / export: before the folder is put in place",
+    "kill / SIGKILL / adapter, export: behind the adapter",
+    "damage / flip / adapter, export/adapter/SHA256SUMS",
+    "damage / flip / log.jsonl before evaluate",
+    "damage / a read error at checkpoints/checkpoint-2/optimizer.pt is none",
+    "lock / a second convert",
+    "lock / a second verify --seal",
+    "hostile / a link as a checkpoint",
     "damage / flip / trajectories/shard-00001.safetensors",
     "damage / flip / student/model.safetensors",
     "damage / truncate / samples.jsonl",
@@ -44,7 +51,9 @@ def world(tmp_path_factory):
 @pytest.mark.parametrize("name", QUICK)
 def test_a_case_of_the_campaign(world, tmp_path, name):
     seen = CASES[name](world, tmp_path / "run")
-    assert seen in ("", NOT_RUN)
+    if seen == NOT_RUN:
+        pytest.skip(NOT_RUN)
+    assert seen == ""
 
 
 def test_random_recipes_are_taken_or_refused_by_one_error():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from cdlm import files, terminal, verify
+from cdlm import cli, files, terminal, verify
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
@@ -74,6 +74,49 @@ def test_a_folder_that_can_not_be_put_in_place_leaves_the_old_one_there(tmp_path
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["a", "a/old"]
 
 
+def test_halves_of_a_folder_that_was_being_replaced_go_and_the_folder_stays(tmp_path):
+    for name in ("a", ".a.partial", ".a.old", ".b.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "in").touch()
+    files.remove_halves(tmp_path / "a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".b.old", "a"] and (tmp_path / "a" / "in").is_file()
+
+
+def test_a_new_folder_takes_no_place_that_is_taken(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("a", "link"):
+        with pytest.raises(ValueError, match=f"{name} is there already"):
+            with files.new_folder(tmp_path / name):
+                pass
+    with files.new_folder(tmp_path / "b") as partial:
+        (partial / "in").touch()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["a", "a/mine", "b", "b/SHA256SUMS", "b/in", "link"]
+
+
+def test_scratch_starts_empty_and_goes_whatever_happens(tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "of a run that was killed").touch()
+    with pytest.raises(Killed):
+        with files.scratch(tmp_path / "s") as scratch:
+            assert list(scratch.iterdir()) == []
+            (scratch / "half").touch()
+            raise Killed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_behind_a_file_are_on_the_disk_when_they_are_added(tmp_path, monkeypatch):
+    """Each call brings its lines to the disk; the first one also the file's name."""
+    synced: list[str] = []
+    monkeypatch.setattr(files.os, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
+    file = tmp_path / "a.jsonl"
+    files.append_text(file, "1\n2\n")
+    assert synced == [str(file), str(tmp_path)]
+    files.append_text(file, "3\n")
+    assert synced == [str(file), str(tmp_path), str(file)] and file.read_text() == "1\n2\n3\n"
+
+
 def test_an_error_of_another_file_keeps_its_name(tmp_path):
     with pytest.raises(FileNotFoundError, match="/nowhere/source"):
         with files.replacing(tmp_path / "a"):
@@ -123,7 +166,58 @@ def test_a_missing_file_is_missing_and_a_folder_without_checksums_is_refused(tmp
     files.seal(tmp_path)
     files.require_sound(tmp_path / files.SUMS, "this")
     (tmp_path / "a").unlink()
-    assert files.faults(tmp_path / files.SUMS) == {str(tmp_path / "a"): "missing"}
+    assert files.faults(tmp_path / files.SUMS) == {str(tmp_path / "a"): "missing, though SHA256SUMS names it"}
+
+
+def test_a_folders_checksums_are_also_of_the_checksums_of_a_folder_in_it(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a").touch()
+    files.seal(tmp_path / "in")
+    with files.locked(tmp_path):  # the lock is no content
+        files.seal(tmp_path)
+    assert set(files.read_sums(tmp_path / files.SUMS)) == {"in/a", "in/SHA256SUMS"}
+
+
+def test_checksums_that_name_what_is_missing_and_not_what_is_there_are_damaged_themselves(tmp_path):
+    for name in ("config.json", "weights"):
+        (tmp_path / name).touch()
+    files.seal(tmp_path)
+    sums = tmp_path / files.SUMS
+    text = sums.read_text()
+    sums.write_text(text.replace("config", "confhg"))
+    with pytest.raises(ValueError, match=r"SHA256SUMS is damaged: it names confhg\.json, which is missing, and leaves out config\.json"):
+        files.require_names(sums, files.sealed(tmp_path))
+    sums.write_text(text)
+    (tmp_path / "config.json").unlink()
+    files.require_names(sums, files.sealed(tmp_path))  # a file that is missing, and no more
+
+
+@pytest.mark.parametrize("name", ["a", files.SUMS])
+def test_a_read_error_is_no_damage(tmp_path, monkeypatch, name):
+    """A disk that gives no bytes says nothing of what is on it: an error that names the file, not a fault to be mended by removing it."""
+    (tmp_path / "a").touch()
+    files.seal(tmp_path)
+    real = Path.open
+
+    def refuse(path, *args, **kwargs):
+        if path.name == name:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_text", lambda path, **kwargs: path.open().read())
+    for look in (files.faults, lambda sums: files.require_as_written(tmp_path / "a", sums), lambda sums: files.require_sound(sums, "this")):
+        with pytest.raises(files.NotRead, match=rf"/{name} can't be read: Input/output error"):
+            look(tmp_path / files.SUMS)
+
+
+def test_a_file_of_which_nothing_can_be_found_out_is_not_missing(tmp_path, monkeypatch):
+    def refuse(path, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(files.NotRead, match="a can't be read: Permission denied"):
+        files.is_there(tmp_path / "a")
 
 
 @pytest.mark.parametrize("cut, why", [(lambda text: "", "it is empty"), (lambda text: text[:-1], "it is cut off"),
@@ -158,6 +252,38 @@ def test_verify_refuses_what_it_does_not_know(tmp_path):
         list(verify.check(tmp_path))
 
 
+def test_verify_goes_on_behind_a_file_of_checksums_that_is_damaged(tmp_path, capsys):
+    for name in ("trajectories", "student"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+        files.seal(tmp_path / name)
+    (tmp_path / "trajectories" / files.SUMS).write_text("half")
+    (tmp_path / "student" / "manifest.json").write_text("[]")
+    assert cli.main(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert f"{tmp_path}/trajectories/SHA256SUMS is damaged: it is cut off" in said.err and "student/manifest.json is not what" in said.err
+    assert "student/SHA256SUMS: 1 of 1 files damaged" in said.out
+
+
+def test_verify_looks_at_every_part_of_a_run_and_seals_the_inner_one_first(tmp_path, capsys):
+    parts = {
+        "": "log.jsonl", "export/adapter": "adapter_config.json", "export": "config.json", "bench": "growth.json",
+        "ablation/all-three": "report.json", "ablation/all-three/student": "adapter_config.json",
+    }
+    for place, name in parts.items():
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / name).write_text("{}")
+    assert cli.main(["verify", str(tmp_path), "--seal"]) == 0 and cli.main(["verify", str(tmp_path)]) == 0
+    assert set(files.read_sums(tmp_path / "export" / files.SUMS)) == {"config.json", "adapter/adapter_config.json", "adapter/SHA256SUMS"}
+    assert files.read_sums(tmp_path / "log.sha256").keys() == {"log.jsonl"} and not (tmp_path / files.LOCK).exists()
+    for place, name in parts.items():
+        capsys.readouterr()
+        (tmp_path / place / name).write_text("[]")
+        assert cli.main(["verify", str(tmp_path)]) == 1
+        assert f"{tmp_path / place / name} is not what was written" in capsys.readouterr().err
+        (tmp_path / place / name).write_text("{}")
+
+
 # ---- one writer ------------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +296,21 @@ def test_the_second_writer_is_refused_by_name_and_the_lock_goes_with_the_first(t
     assert list(tmp_path.iterdir()) == []
     with files.locked(tmp_path):
         pass
+
+
+def test_a_place_has_one_writer_before_anything_stands_there(tmp_path):
+    place = tmp_path / "new" / "er" / "a"
+    with files.locked_place(place):
+        with pytest.raises(ValueError, match=rf"new/er/a is in use by process {os.getpid()} on \S+: wait for it"):
+            with files.locked_place(place):
+                pass
+        with files.locked_place(place.with_name("b")), files.locked(place.parent):
+            pass
+        assert place.parent.is_dir(), "the refused one removes nothing"
+    assert list(tmp_path.iterdir()) == [], "folders on the way to nothing go again"
+    with files.locked_place(place):
+        place.touch()
+    assert [path.name for path in place.parent.iterdir()] == ["a"]
 
 
 def test_a_crash_leaves_no_lock_behind(tmp_path):

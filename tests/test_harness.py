@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -274,10 +275,24 @@ def test_a_kill_at_any_byte_of_the_file_loses_only_the_line_that_was_cut(teacher
         assert lm_of(teacher, resume=file).generate_until(generation(PROMPTS[:2])) == wanted
 
 
+def test_a_batch_of_finished_samples_is_on_the_disk_before_the_next_one(teacher, tmp_path, monkeypatch):
+    """Three samples in batches of two: after each batch one fsync of the file, with the lines of the whole batch in it."""
+    file, lines, real = tmp_path / "finished.jsonl", [], os.fsync
+
+    def seen(number):
+        if os.readlink(f"/proc/self/fd/{number}") == str(file):
+            lines.append(len(file.read_bytes().splitlines()))
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    lm_of(teacher, resume=file, batch_size=2).generate_until(generation(PROMPTS[:3]))
+    assert lines == [2, 3]
+
+
 def test_processes_keep_files_of_their_own_and_read_all(tmp_path):
     """What another process is writing is never touched."""
     for rank in (0, 1, 11):
-        harness.Finished(tmp_path / "a[1].jsonl", rank).add(f"key{rank}", {"text": str(rank)})
+        harness.Finished(tmp_path / "a[1].jsonl", rank).add({f"key{rank}": {"text": str(rank)}})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a[1].jsonl", "a[1].rank1.jsonl", "a[1].rank11.jsonl"]
     other = tmp_path / "a[1].rank1.jsonl"
     other.write_bytes(other.read_bytes() + b'{"key": "half')

@@ -94,7 +94,7 @@ def test_stages_one_by_one_end_as_distill_does(full, tmp_path):
         assert cli.main([stage, str(full.recipe), "--out", str(out)]) == 0
     one_by_one, at_once = contents(out), contents(full.out)
     assert set(one_by_one) == set(at_once)
-    timed = {"report.sha256", "report.json", "report.md", "report.html", "log.jsonl", "pareto.png", "export/README.md"}
+    timed = {"report.sha256", "report.json", "report.md", "report.html", "log.jsonl", "log.sha256", "pareto.png", "export/README.md"}
     for name in set(at_once) - timed:
         assert one_by_one[name] == at_once[name], name
 

@@ -26,7 +26,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from cdlm import __version__, data, families
+from cdlm import __version__, data, families, files
 from cdlm.decode import DecodeConfig, changed, decode, resolve, slots
 from cdlm.evaluate import likelihood
 from cdlm.evaluate.clock import seconds
@@ -88,13 +88,14 @@ class Finished:
     def _sum(key: str, row: dict[str, Any]) -> str:
         return hashlib.sha256(json.dumps([key, row]).encode()).hexdigest()[:16]
 
-    def add(self, key: str, row: dict[str, Any]) -> None:
-        """Keep a sample, on disk before the next batch starts."""
-        self.rows[key] = row
+    def add(self, rows: dict[str, dict[str, Any]]) -> None:
+        """Keep a batch of samples, key -> row: brought to the disk (fsync) before the next batch starts."""
+        self.rows |= rows
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"key": key, **row, "sha256": self._sum(key, row)}) + "\n")
+            files.append_text(self.path, "".join(
+                json.dumps({"key": key, **row, "sha256": self._sum(key, row)}) + "\n" for key, row in rows.items()
+            ))  # fmt: skip
 
 
 class Progress:
@@ -399,14 +400,16 @@ class CDLM(TemplateLM):
             spent, out = seconds(lambda: decode(self.model, prompt_BP, valid_BP, decoding, seeds=seeds, ends=asks), self.model.device)
         except NotFinite as error:
             raise FloatingPointError(f"eval: {'; '.join(batch[row].where for row in error.rows)}: {error}") from None
+        rows: dict[str, dict[str, Any]] = {}
         for row, one in enumerate(batch):
             ids = out.answer(row, facts.eos_token_ids)
             tokens = self._tokens_until(ids, one.until)
-            self.finished.add(one.key, {
+            rows[one.key] = {
                 "text": self.tokenizer.decode(ids), "steps": out.steps[row], "commit_forwards": out.commit_forwards[row],
                 "forwards": out.forwards[row], "output_tokens": out.output_tokens[row] if tokens is None else tokens,
                 "stop": out.stop[row] if tokens is None else "until", "seconds": spent / len(batch), "batch": len(batch),
-            })  # fmt: skip
+            }  # fmt: skip
+        self.finished.add(rows)
 
     def _tokens_until(self, ids: list[int], until: tuple[str, ...]) -> int | None:
         """Tokens up to and with the first whose text has a string of `until` in it; None where none has."""

@@ -6,6 +6,7 @@ steps, forwards, TPF and TPS. Under `accelerate launch` every process comes here
 """
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
-from cdlm import terminal
+from cdlm import files, terminal
 from cdlm.evaluate.harness import CDLM, add_costs
 
 TASKS = Path(__file__).parents[2] / "eval" / "tasks"
@@ -185,10 +186,21 @@ def beside(output_path: str | None) -> Path | None:
 def run(model: str, arguments: list[str], say: Callable[[str], None] = print) -> dict[str, Any]:
     """Evaluate a checkpoint; returns the harness's results without samples, which are in files where --log_samples asks for them.
 
-    Of several processes only the first returns results, writes and says; the others return an empty dict.
+    Of several processes only the first returns results, writes and says; the others return an empty dict. One evaluation at a time keeps
+    its finished samples in a folder; a second is a ValueError before the model is loaded.
     """
     cfg = configured(model, arguments)
     manager = find_tasks(cfg)
+    kept = cfg.model_args.get("resume") or beside(cfg.output_path)
+    first = os.environ.get("RANK", "0") == "0"
+    with files.locked_place(Path(kept)) if kept and first else contextlib.nullcontext():
+        return _run(cfg, manager, model, arguments, say)
+
+
+def _run(
+    cfg: EvaluatorConfig, manager: TaskManager, model: str, arguments: list[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """`run` with everything read, for the one that may write."""
     try:
         tracker = EvaluationTracker(**cfg.hf_hub_log_args, **({"output_path": cfg.output_path} if cfg.output_path else {}))
     except TypeError as error:

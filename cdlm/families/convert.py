@@ -186,7 +186,7 @@ def to_family(source: Path, config: dict[str, Any], families: dict[str, ModuleTy
 
 
 def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType], family: str | None = None) -> None:
-    """Convert a local folder, `to` "native" or "family". The target must not exist; it appears when it is whole.
+    """Convert a local folder, `to` "native" or "family". The target must not exist; it appears when it is whole. One at a time writes it.
 
     family: read it as this family, where its config.json does not say which one it is.
     """
@@ -200,7 +200,7 @@ def folder(source: Path, target: Path, to: str, families: dict[str, ModuleType],
         raise ValueError(f"{source} is no folder here; convert works on local folders")
     disk.require_sound_weights(source)
     config = read_config(source)
-    with disk.replacing_folder(target) as partial:
+    with disk.locked_place(target), disk.new_folder(target) as partial:
         if to == "family":
             to_family(source, config, families, partial)
         else:
