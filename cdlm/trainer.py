@@ -7,7 +7,9 @@ blocks of its own text from masks (TiDAR, arXiv 2511.08923), "uniform" a block d
 of a row at a time, with self-conditioning (Chen et al., arXiv 2208.04202). The losses stand in `losses.py`.
 
 Every random draw of a row comes from a seed made of (seed, epoch, row), so it depends on neither batch nor device nor on
-where a run was resumed (the budget of an mdlm batch is its first row's draw).
+where a run was resumed. The order of rows is of (seed, epoch), and an epoch is whole steps: a step has the same rows however many
+processes share them. An mdlm row's budget is of the group of rows that it stands with (`InGroup`), not of the forward that it is in.
+Dropout alone is drawn by forwards: from a seed of (seed, step, first row), so what it does depends on which rows share a forward.
 
 Shapes: B rows, P prompt tokens, N slots, S slots of a canvas, L = P + N, D width, V vocabulary, k stored tokens.
 """
@@ -19,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -165,6 +167,13 @@ class StoredCanvases(Protocol):
     def __getitem__(self, index: int) -> CanvasTrajectory: ...
 
 
+class InGroup(NamedTuple):
+    """A row as it is asked for among those of its group, of which a batch may hold a part."""
+
+    row: int
+    group: tuple[int, ...]
+
+
 class _Drawing(Dataset):
     """A dataset whose rows are drawn anew each epoch, from (seed, epoch, row)."""
 
@@ -289,6 +298,7 @@ class AnswerNoise(_Drawing):
     """Examples as noisy answers: prompt_ids, answer_ids, level, uniform [max_new_tokens] and levels, as many as a row has blocks.
 
     level is the row's noise level (mdlm); levels has one a block (bd3lm), and one more for blocks that begin in the prompt.
+    longest, tokens of the longest answer, and budget, a draw, are the same in all rows of an `InGroup`'s group; else they are the row's own.
     """
 
     def __init__(self, examples: Sequence[data.Example], max_new_tokens: int, seed: int, block_length: int | None = None):
@@ -303,14 +313,17 @@ class AnswerNoise(_Drawing):
         """A row's sample, as an error names it."""
         return f"question {self.examples[index].index}"
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        example, draw = self.examples[index], self.generator(index)
+    def __getitem__(self, place: int | InGroup) -> dict[str, Any]:
+        index, group = place if isinstance(place, InGroup) else (place, (place,))
+        example, draw, first = self.examples[index], self.generator(index), self.generator(group[0])
+        level, _ = torch.rand(1, generator=draw)[0], torch.rand(1, generator=draw)  # the second is the budget's, of the group's first row
         return {
             "index": index,
             "prompt_ids": example.prompt_ids,
             "answer_ids": example.answer_ids,
-            "level": torch.rand(1, generator=draw)[0],
-            "budget": float(torch.rand(1, generator=draw)),
+            "level": level,
+            "longest": max(len(self.examples[row].answer_ids) for row in group),
+            "budget": float(torch.rand(2, generator=first)[1]),
             "uniform": torch.rand(self.max_new_tokens, generator=draw),
             "levels": torch.rand(self.levels, generator=draw),
         }
@@ -320,8 +333,9 @@ class CanvasNoise(AnswerNoise):
     """Examples with the draws of one noisy canvas each: `canvas` chooses which of the answer's, `level`, `uniform` and `token` are its
     noise, `told` decides whether self-conditioning is told something. Canvases behind the one with the end token are never drawn."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row, draw = super().__getitem__(index), self.generator(index)
+    def __getitem__(self, place: int | InGroup) -> dict[str, Any]:
+        row = super().__getitem__(place)
+        draw = self.generator(row["index"])
         draw.manual_seed(data.sample_seed(draw.initial_seed(), 1))  # a stream of its own beside that of the row it adds to
         return {
             **row, "canvas": torch.rand(1, generator=draw)[0], "told": torch.rand(1, generator=draw)[0],
@@ -332,10 +346,10 @@ class CanvasNoise(AnswerNoise):
 class Collator:
     """Rows to tensors: prompts padded on the left, everything else stacked.
 
-    Rows with answer_ids get a common budget of slots, filled up with end tokens. For mdlm it is the longest answer of the batch with
-    its end token, plus a random part of what is left to max_new_tokens (the first row's draw, cubed, so that most batches are short
-    and some are full): there the budget, and with it the loss, depends on which rows share a batch; the noise of a row does not.
-    With whole_blocks (a block length; 1 for ar) it is the longest answer with its end token and the rest of that block, at most
+    Rows with answer_ids get a common budget of slots, filled up with end tokens. For mdlm it is the longest answer of the rows' group with
+    its end token, plus a random part of what is left to max_new_tokens (the draw of the group's first row, cubed, so that most groups are
+    short and some are full): there the budget, and with it the loss, depends on which rows stand together, but not on which of them share
+    a batch. With whole_blocks (a block length; 1 for ar) it is the longest answer with its end token and the rest of that block, at most
     max_new_tokens; `length` says how many tokens the answer of each row has with its end token, and the losses look no further than
     the block that it ends in. from_zero: blocks start at position 0, whatever the model's own do (tidar).
     """
@@ -356,10 +370,11 @@ class Collator:
                 key: torch.stack([row[key] for row in rows]) for key in rows[0] if key != "index" and not key.endswith("prompt_ids")
             }
         if "answer_ids" in rows[0]:
-            longest = min(max(len(row["answer_ids"]) for row in rows) + 1, self.max_new_tokens)
             if self.whole_blocks is None:
+                longest = min(max(row["longest"] for row in rows) + 1, self.max_new_tokens)
                 slots = longest + round((self.max_new_tokens - longest) * rows[0]["budget"] ** 3)
             else:
+                longest = min(max(len(row["answer_ids"]) for row in rows) + 1, self.max_new_tokens)
                 # One block more where the first block begins inside the prompt, for then the last one ends that much later.
                 blocks = -(-longest // self.whole_blocks) + self.from_zero
                 slots = min(self.max_new_tokens, blocks * self.whole_blocks)
@@ -403,6 +418,49 @@ class LengthGrouped(Sampler[int]):
             yield from (row for b in batches if len(b) < self.batch_size for row in b)
 
 
+class Shuffled(Sampler[int]):
+    """A random order of all rows, of seed + epoch: that of accelerate's own sampler."""
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.seed, self.epoch = count, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+
+class WholeSteps(Sampler):
+    """As much of an epoch's order as makes whole steps of `per_step` rows; what is left over of an epoch is not used in it.
+
+    Engines deal a step's rows out to processes in batches, some of every so many: with a last step of fewer rows they would drop or repeat
+    some, others for other numbers of processes. in_groups: rows as `InGroup`, of `grouped` rows each, which divides per_step.
+    """
+
+    def __init__(self, order: Shuffled | LengthGrouped, per_step: int, grouped: int, *, in_groups: bool):
+        self.order, self.per_step, self.grouped, self.in_groups = order, per_step, grouped, in_groups
+        if per_step % grouped:
+            raise ValueError(f"a step has {per_step} rows, which are no whole groups of {grouped}")
+        if not len(self):
+            raise ValueError(f"a step has {per_step} rows; there are {len(order)} rows to train on")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.order) // self.per_step * self.per_step
+
+    def __iter__(self) -> Iterator[int | InGroup]:
+        order = list(self.order)[: len(self)]
+        for begin in range(0, len(order), self.grouped):
+            group = tuple(order[begin : begin + self.grouped])
+            yield from (InGroup(row, group) for row in group) if self.in_groups else group
+
+
 class _Epoch(TrainerCallback):
     """Tells dataset and sampler which epoch it is."""
 
@@ -418,12 +476,14 @@ class CDLMTrainer(Trainer):
     """transformers' Trainer with the objectives of this package.
 
     teacher_head: the teacher's lm_head, for "cdlm"; it stays as it is, also when the student's own head is trained. lengths: of each row,
-    by which rows stand together, `grouped` of them (None: those of a forward; of several processes, what one would take).
+    by which rows stand together. grouped: how many do (None: those of a forward; of several processes, what one would take): a whole
+    number of groups is a step, a whole number of forwards a group.
     Every loss is logged under its name, with its weight beside it. loss_is_scaled_for_ga is False: a loss is a mean over its
     micro-batch, and the Trainer divides by the number of micro-batches.
 
     Under `accelerate launch` the Trainer's own engine (DDP, FSDP2, DeepSpeed) wraps the model, and a process gets every so-manieth
-    micro-batch of those that one process would take; with that many fewer micro-batches a step, the steps are the same ones. An engine
+    micro-batch of those that one process would take; with that many fewer micro-batches a step, or smaller ones, the steps are the same
+    ones. An engine
     gathers weights and reduces gradients around the forward of what it wraps, so all of an objective, its several forwards, the head and
     the losses, runs inside one call of the wrapped model. Checkpoints are written under all but DeepSpeed.
     """
@@ -470,9 +530,18 @@ class CDLMTrainer(Trainer):
         self.add_callback(self._epoch)
 
     def _get_train_sampler(self, train_dataset=None):
+        args, rows = self.args, self.train_dataset if train_dataset is None else train_dataset
+        each = args.train_batch_size
+        grouped = self.grouped or each
+        if grouped % each:
+            raise ValueError(f"a forward has {each} rows, which do not divide a group of {grouped}")
+        order: Shuffled | LengthGrouped
         if self.lengths is None:
-            return super()._get_train_sampler(train_dataset)
-        sampler = LengthGrouped(self.lengths, self.grouped or self.args.train_batch_size, self.args.seed)
+            order = Shuffled(len(rows), args.seed if args.data_seed is None else args.data_seed)
+        else:
+            order = LengthGrouped(self.lengths, grouped, args.seed)
+        per_step = each * args.gradient_accumulation_steps * args.world_size
+        sampler = WholeSteps(order, per_step, grouped, in_groups=isinstance(rows, AnswerNoise))
         self._epoch.listeners += (sampler,)
         return sampler
 
@@ -515,6 +584,8 @@ class CDLMTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         assert isinstance(self.args, CDLMConfig)
         objective = OBJECTIVES[self.args.objective]
+        if "index" in inputs:  # what dropout draws from: not the process, nor where a run was resumed
+            torch.manual_seed(data.sample_seed(self.args.seed, self.state.global_step, int(inputs["index"][0])))
         # A closure, for engines cast the tensors that they see among arguments, and noise must not be rounded.
         parts = (model if self._calls else _call)(lambda: objective(self, inputs))
         total = None
