@@ -550,6 +550,21 @@ class CDLMTrainer(Trainer):
         return {name: value.to(self.args.device) for name, value in data.items()}
 
     @property
+    def head(self) -> losses.Head:
+        """What makes logits of hidden rows. Losses ask it once a chunk, again in the backward, and processes have different numbers of
+        chunks: of a head that FSDP shards the weights are there for all of a micro-batch, and what FSDP does around each call is left out,
+        or one process would wait for weights that the other never sends."""
+        head = self.diffusion.head
+        return head.forward if isinstance(head, FSDPModule) else head
+
+    def training_step(self, *args, **kwargs):
+        """As the Trainer's; then a sharded head gives its weights back."""
+        loss = super().training_step(*args, **kwargs)
+        if isinstance(head := self.diffusion.head, FSDPModule):
+            head.reshard()
+        return loss
+
+    @property
     def engine(self) -> str:
         """plain (one process, or DDP), fsdp or deepspeed. The last two shard weights, and their checkpoints have other files."""
         return "fsdp" if self.is_fsdp_enabled else "deepspeed" if self.is_deepspeed_enabled else "plain"
@@ -586,8 +601,14 @@ class CDLMTrainer(Trainer):
         objective = OBJECTIVES[self.args.objective]
         if "index" in inputs:  # what dropout draws from: not the process, nor where a run was resumed
             torch.manual_seed(data.sample_seed(self.args.seed, self.state.global_step, int(inputs["index"][0])))
+
+        def work() -> dict[str, Tensor]:
+            if isinstance(head := self.diffusion.head, FSDPModule):
+                head.unshard()
+            return objective(self, inputs)
+
         # A closure, for engines cast the tensors that they see among arguments, and noise must not be rounded.
-        parts = (model if self._calls else _call)(lambda: objective(self, inputs))
+        parts = (model if self._calls else _call)(work)
         total = None
         for name, loss in parts.items():
             weight = self.args.weights.get(name, 1.0)
@@ -635,14 +656,12 @@ class CDLMTrainer(Trainer):
             rotate_checkpoints(str(where), self.args.save_total_limit)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        """The Trainer's; weights of whole models are read here, before FSDP takes its shares of the model. A frozen head stays gathered."""
+        """The Trainer's; weights of whole models are read here, before FSDP takes its shares of the model. See `head` for the rest."""
         if self.engine == "fsdp" and resume_from_checkpoint is not None and written_by(Path(resume_from_checkpoint)) == "plain":
             read_whole(self.model, Path(resume_from_checkpoint))
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        head = self.diffusion.head
-        if isinstance(head, FSDPModule) and not any(parameter.requires_grad for parameter in head.parameters()):
-            # Losses ask the head once a chunk, again in the backward, and processes have different numbers of chunks. A frozen head that
-            # gave its weights back in between would be gathered so often by one process and less often by another.
+        if isinstance(head := self.diffusion.head, FSDPModule):
+            head.set_reshard_after_forward(False, recurse=False)
             head.set_reshard_after_backward(False, recurse=False)
         return prepared
 
@@ -787,7 +806,7 @@ def _noisy_answer(trainer: CDLMTrainer, batch: dict[str, Tensor], block_length: 
     prompt = batch["prompt"].shape[1]
     row_BND = model.sequence_hidden(*_whole(batch, noisy_BN), block_length)[:, prompt:]
     length_B = torch.full_like(level_B, batch["answer"].shape[1])
-    return losses.masked_diffusion_from_hidden(row_BND, model.head, batch["answer"], masked_BN, level_B, length_B, model.vocab)
+    return losses.masked_diffusion_from_hidden(row_BND, trainer.head, batch["answer"], masked_BN, level_B, length_B, model.vocab)
 
 
 def mdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -801,7 +820,7 @@ def ar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tenso
     model = trainer.diffusion
     row_BND = model.sequence_hidden(*_whole(batch, batch["answer"]), 1)[:, prompt:]
     asked_BN = torch.arange(slots, device=row_BND.device) < batch["length"][:, None]
-    return {"ar": losses.next_token_from_hidden(row_BND, model.head, batch["answer"], asked_BN, model.vocab)}
+    return {"ar": losses.next_token_from_hidden(row_BND, trainer.head, batch["answer"], asked_BN, model.vocab)}
 
 
 def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -833,7 +852,7 @@ def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
         level_BN = torch.ones_like(level_BN)
     found = [
         losses.masked_diffusion_from_hidden(
-            model.noisy_clean_hidden(seen_BN, ids_BL, valid_BL, prompt_B, args.block_length), model.head, batch["answer"], target_BN,
+            model.noisy_clean_hidden(seen_BN, ids_BL, valid_BL, prompt_B, args.block_length), trainer.head, batch["answer"], target_BN,
             level_BN, length_B, model.vocab,
         )
         for seen_BN, target_BN in views
@@ -860,7 +879,7 @@ def tidar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
     asked_BN = torch.arange(length - prompt, device=ids_BL.device) < batch["length"][:, None]
     halves = {"ar": row_BQD[:, prompt - 1 : length - 1], "diffusion": row_BQD[:, length + prompt - skip :]}
     return {
-        name: losses.next_token_from_hidden(row_BND, model.head, batch["answer"], asked_BN, model.vocab)
+        name: losses.next_token_from_hidden(row_BND, trainer.head, batch["answer"], asked_BN, model.vocab)
         for name, row_BND in halves.items()
     }
 
@@ -895,8 +914,8 @@ def uniform_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, 
     asked_BN = torch.arange(longest, device=first_B.device) < batch["length"][:, None]
     everywhere = torch.ones_like(clean_BS, dtype=torch.bool)
     return {
-        "diffusion": losses.next_token_from_hidden(canvas_BSD, model.head, clean_BS, everywhere, model.vocab),
-        "ar": losses.next_token_from_hidden(row_BLD[:, prompt:], model.head, ids_BL[:, prompt:], asked_BN, model.vocab),
+        "diffusion": losses.next_token_from_hidden(canvas_BSD, trainer.head, clean_BS, everywhere, model.vocab),
+        "ar": losses.next_token_from_hidden(row_BLD[:, prompt:], trainer.head, ids_BL[:, prompt:], asked_BN, model.vocab),
     }
 
 
@@ -913,13 +932,13 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
         open_BN, open_later_BN = batch["y"] == mask, batch["y_star"] == mask
         if args.distill_weight and "hidden" not in batch:
             out["distill"] = losses.token_distillation_from_hidden(
-                row_BND, model.head, batch["y_star"], open_BN & ~open_later_BN, model.vocab
+                row_BND, trainer.head, batch["y_star"], open_BN & ~open_later_BN, model.vocab
             )
         elif args.distill_weight:
             assert trainer.teacher_head is not None
             teacher_BND = batch["hidden"].to(next(trainer.teacher_head.parameters()).dtype)
             out["distill"] = losses.distillation_from_hidden(
-                row_BND, model.head, teacher_BND, trainer.teacher_head, open_BN & ~open_later_BN, model.vocab
+                row_BND, trainer.head, teacher_BND, trainer.teacher_head, open_BN & ~open_later_BN, model.vocab
             )
         if args.consistency_weight:
             with torch.no_grad(), eval_mode(model.hf):
@@ -927,7 +946,7 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
             # Blocks behind the one with the end token are no part of S_y: no decoding that stops there ever asks for them.
             asked_BN = torch.arange(open_BN.shape[1], device=open_BN.device) < batch["decoded"][:, None]
             out["consistency"] = losses.consistency_from_hidden(
-                row_BND, model.head, later_BND, _without_dropout(model.head), open_BN & open_later_BN & asked_BN, model.vocab
+                row_BND, trainer.head, later_BND, _without_dropout(trainer), open_BN & open_later_BN & asked_BN, model.vocab
             )
     if args.dlm_weight:
         out["dlm"] = _noisy_answer(trainer, batch, block)
@@ -950,7 +969,7 @@ def canvas_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, T
         row_BSD = model.answer_hidden(prompt, valid, batch["y"], size, seen)
         if args.distill_weight:
             out["distill"] = losses.top_k_distillation_from_hidden(
-                row_BSD, model.head, batch["target"], batch["target_ids"], batch["target_total"], batch["open"] & ~batch["open_star"],
+                row_BSD, trainer.head, batch["target"], batch["target_ids"], batch["target_total"], batch["open"] & ~batch["open_star"],
                 model.vocab,
             )
         if args.consistency_weight:
@@ -959,20 +978,20 @@ def canvas_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, T
                 later_BSD = model.answer_hidden(prompt, valid, batch["y_star"], size, seen_star)
             open_both_BS = batch["open"] & batch["open_star"]
             out["consistency"] = losses.consistency_from_hidden(
-                row_BSD, model.head, later_BSD, _without_dropout(model.head), open_both_BS, model.vocab
+                row_BSD, trainer.head, later_BSD, _without_dropout(trainer), open_both_BS, model.vocab
             )
     if args.dlm_weight:
         noisy_BS = _canvas_noise(trainer, batch, batch["answer"])
         row_BSD = model.answer_hidden(batch["reference"], batch["reference_valid"], noisy_BS, size)
         everywhere = torch.ones_like(noisy_BS, dtype=torch.bool)
-        out["dlm"] = losses.next_token_from_hidden(row_BSD, model.head, batch["answer"], everywhere, model.vocab)
+        out["dlm"] = losses.next_token_from_hidden(row_BSD, trainer.head, batch["answer"], everywhere, model.vocab)
     return out
 
 
-def _without_dropout(head: nn.Module) -> losses.Head:
+def _without_dropout(trainer: CDLMTrainer) -> losses.Head:
     def forward(row_ND: Tensor) -> Tensor:
-        with eval_mode(head):
-            return head(row_ND)
+        with eval_mode(trainer.diffusion.head):
+            return trainer.head(row_ND)
 
     return forward
 
