@@ -19,7 +19,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -520,6 +520,9 @@ class CDLMTrainer(Trainer):
             )
         if self.engine == "fsdp" and (kind := self.accelerator.state.fsdp_plugin.state_dict_type.name) != "FULL_STATE_DICT":
             raise ValueError(f"fsdp_state_dict_type is {kind}; it must be FULL_STATE_DICT: others keep a pickle, which is never read")
+        if self.engine == "fsdp" and args.bf16:  # accelerate's own would also round losses, and sum gradients, in bfloat16
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32)
         if self.engine == "deepspeed":
             self.args.save_strategy = SaveStrategy.NO  # its checkpoints are pickles, which are never read
         self.diffusion, self.teacher_head, self.lengths, self.grouped = model, teacher_head, lengths, grouped
