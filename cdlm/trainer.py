@@ -298,7 +298,7 @@ class AnswerNoise(_Drawing):
     """Examples as noisy answers: prompt_ids, answer_ids, level, uniform [max_new_tokens] and levels, as many as a row has blocks.
 
     level is the row's noise level (mdlm); levels has one a block (bd3lm), and one more for blocks that begin in the prompt.
-    longest, tokens of the longest answer, and budget, a draw, are the same in all rows of an `InGroup`'s group; else they are the row's own.
+    longest, tokens of the longest answer, and budget, a draw, are the same in all rows of an `InGroup`'s group; else the row's own.
     """
 
     def __init__(self, examples: Sequence[data.Example], max_new_tokens: int, seed: int, block_length: int | None = None):

@@ -21,7 +21,7 @@ from conftest import ROOT, random_model
 from safetensors.torch import load_file
 from two_processes import STOP, UNDER, broken, on_canvases
 
-from cdlm import cli, recipe, stages
+from cdlm import ablate, cli, recipe, stages
 from cdlm.processes import Processes, Refused, check_device
 from cdlm.trainer import AnswerNoise, CDLMConfig, CDLMTrainer, Collator, check_engine
 
@@ -44,9 +44,11 @@ def launch(script: Path, *arguments: object, folder: Path, count: int = 2) -> su
 OTHERS = {  # what else is trained, from the values of the mini recipe and those of the 20 steps
     "lora": {"steps": 6, "save_steps": 2, "learning_rate": 0.002, "lora": {**mini.LORA, "dropout": 0.2}},
     "mdlm": {"objective": "mdlm", "steps": 5, "batch_size": 2, "accumulation": 1, "num_examples": 5},
-    "checkpointed": {"steps": 3, "learning_rate": 0.002, "lora": mini.LORA, "gradient_checkpointing": True},
+    "checkpointed": {
+        "steps": 3, "learning_rate": 0.002, "gradient_checkpointing": True,
+        "lora": {**mini.LORA, "targets": ["q_proj", "up_proj", "lm_head"]},
+    },
     "bf16": {"steps": 3, "bf16": True},
-    "head": {"steps": 3, "learning_rate": 0.002, "lora": {**mini.LORA, "targets": ["q_proj", "lm_head"]}},
 }
 
 
@@ -123,7 +125,7 @@ def test_two_processes_train_as_one(runs, name):
 @pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine, names in UNDER.items() for name in names])
 def test_two_processes_train_what_else_there_is_as_one(runs, engine, name):
     """mdlm: every group of two rows is split, over two ends of epochs of five rows. checkpointed: adapters behind frozen embeddings, whose
-    layers are computed again in the backward. head: an adapter on the head that losses ask in chunks. bf16: autocast, under DDP the very
+    layers are computed again in the backward, and one on the head that losses ask in chunks. bf16: autocast, under DDP the very
     numbers of one process. FSDP2 keeps weights and norms in bfloat16 in its forwards, so its losses round otherwise; both stand for those
     in fp32, and each loss is no further from them than twice what the rounding of one process makes of that loss at its worst."""
     out, _ = runs
@@ -134,7 +136,7 @@ def test_two_processes_train_what_else_there_is_as_one(runs, engine, name):
         exact = losses(out / "one")[:steps]
         assert bool(((found - exact).abs() <= 2 * (wanted - exact).abs().max(dim=0).values).all())
         assert not torch.equal(found, found.bfloat16().float()), "losses are fp32"
-        start, ended = load_file(out.parent / "teacher" / "model.safetensors"), load_file(out / "fsdp-bf16" / "student" / "model.safetensors")
+        start, ended = (load_file(place / "model.safetensors") for place in (out.parent / "teacher", out / "fsdp-bf16" / "student"))
         assert all(float((ended[key] - start[key]).abs().max()) > 5e-4 for key in start)
     else:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
@@ -254,10 +256,12 @@ def test_a_device_for_each_process(monkeypatch, device, gpus, processes, words):
 @pytest.mark.parametrize("command", ["distill", "eval"])
 def test_one_gpu_for_two_processes_is_refused_once(monkeypatch, capsys, tmp_path, rank, command):
     """Before any work, by the first of them; the other ends with the same status and says nothing."""
-    save = mini.write(tmp_path) if command == "distill" else tmp_path / "model"
-    arguments = [str(save), "--set", "device=cuda:0"] if command == "distill" else [str(save), "--tasks", "small_world", "--device", "cuda:0"]
+    if command == "distill":
+        arguments = [str(mini.write(tmp_path)), "--set", "device=cuda:0", "--out", str(tmp_path / "out")]
+    else:
+        arguments = [str(tmp_path / "model"), "--tasks", "small_world", "--device", "cuda:0"]
     with_gpus(monkeypatch, 2, WORLD_SIZE="2", RANK=str(rank))
-    assert cli.main([command, *arguments, *(["--out", str(tmp_path / "out")] if command == "distill" else [])]) == 2
+    assert cli.main([command, *arguments]) == 2
     said = capsys.readouterr().err
     assert said.count("one GPU for the 2 processes of this machine") == (1 if rank == 0 else 0) and not (tmp_path / "out").exists()
 
@@ -342,6 +346,29 @@ def test_what_the_main_process_refuses_first_is_refused_in_the_others(monkeypatc
     assert together(monkeypatch, lambda processes: work(processes, False)) == ["done", "done"] and entered[1] == 0
 
 
+def test_all_processes_come_to_every_stage_of_an_ablation(monkeypatch, tmp_path):
+    """And have one table, which the main one writes."""
+    asked, came = recipe.load(mini.write(tmp_path)), {0: [], 1: []}
+
+    def stage(name):
+        def work(run):
+            came[run.processes.rank].append((name, run.out.name))
+            if name == "evaluate" and run.processes.main:
+                summary = {"student_accuracy": 0.5, "student_steps_at_threshold": len(came[0]), "tpf": 2.0}
+                (run.out / "report.json").write_text(json.dumps({"summary": summary}))
+            run.processes.gather([0])
+
+        return work
+
+    for name in ("collect", "train", "evaluate"):
+        monkeypatch.setattr(stages, name, stage(name))
+    monkeypatch.setattr(stages, "is_done", lambda run, stage: run.processes.rank == 1)  # the main one's word counts
+    monkeypatch.setattr(stages.Run, "check_inputs", lambda run: None)
+    found = together(monkeypatch, lambda group: ablate.run(stages.Run(asked, tmp_path / "out", lambda text: None, processes=group)))
+    assert found[0] == found[1] and (tmp_path / "out" / "ablation" / "ablation.md").read_text() == found[0] + "\n"
+    assert came[0] == came[1] and [name for name, _ in came[0]] == ["collect", *["train", "evaluate"] * 4]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_shares_are_disjoint_and_make_up_all(count):
     items = list(range(4))
@@ -352,7 +379,10 @@ def test_shares_are_disjoint_and_make_up_all(count):
 
 @pytest.mark.parametrize(
     "asked, count, wanted",
-    [((2, 32), 1, (2, 32)), ((2, 32), 8, (2, 4)), ((4, 1), 2, (2, 1)), ((6, 1), 2, (3, 1)), ((4, 3), 2, (2, 3)), ((6, 5), 3, (2, 5)), ((1, 4), 4, (1, 1))],
+    [
+        ((2, 32), 1, (2, 32)), ((2, 32), 8, (2, 4)), ((4, 1), 2, (2, 1)), ((6, 1), 2, (3, 1)), ((4, 3), 2, (2, 3)), ((6, 5), 3, (2, 5)),
+        ((1, 4), 4, (1, 1)),
+    ],
 )
 def test_rows_of_a_step_are_dealt_out(asked, count, wanted):
     """(4, 3) in two: six rows each, in halves of fours: 3 x 2. (6, 5) in three: ten rows each, in thirds of sixes: 5 x 2."""

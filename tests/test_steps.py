@@ -24,7 +24,8 @@ def examples(count):
 
 
 def sampler(rows, batch_size, accumulation, *, by_length, in_groups=True):
-    order = LengthGrouped([(len(e.prompt_ids), len(e.answer_ids)) for e in rows], batch_size, SEED) if by_length else Shuffled(len(rows), SEED)
+    lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in rows]
+    order = LengthGrouped(lengths, batch_size, SEED) if by_length else Shuffled(len(rows), SEED)
     return WholeSteps(order, batch_size * accumulation, batch_size, in_groups=in_groups)
 
 

@@ -24,7 +24,7 @@ from cdlm import cli, losses, processes, recipe, stages
 from cdlm.trainer import CanvasNoise, CanvasStates
 
 STOP, VOCAB = 9, 58
-UNDER = {"ddp": ("mdlm", "checkpointed", "bf16"), "fsdp": ("checkpointed", "bf16", "head")}
+UNDER = {"ddp": ("mdlm", "checkpointed", "bf16"), "fsdp": ("checkpointed", "bf16")}
 # What accelerate launch makes of recipes/accelerate/fsdp2.yaml.
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
