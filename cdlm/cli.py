@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from cdlm import files, terminal
+from cdlm import files, processes, terminal
+
+SHARED = ("distill", "collect", "train", "evaluate", "export", "ablate", "eval")  # whose work several processes share
 
 
 class _Parser(argparse.ArgumentParser):
@@ -215,8 +217,8 @@ def _main(arguments: list[str] | None) -> int:
     args.typed = sys.argv[1:] if arguments is None else arguments
     from safetensors import SafetensorError
 
-    from cdlm.processes import Refused
-
+    if not _is_shared(args) and not processes.first():
+        return 0
     try:
         own = {
             "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert,
@@ -225,7 +227,7 @@ def _main(arguments: list[str] | None) -> int:
         if args.command in own:
             return own[args.command](args)
         return _stages(args)
-    except Refused:  # said by the process that refused it
+    except processes.Refused:  # said by the process that refused it
         return 2
     except (ValueError, OSError, FloatingPointError, SafetensorError) as error:
         if args.debug:
@@ -262,12 +264,21 @@ def _smaller(command: str) -> str:
     )
 
 
+def _is_shared(args: argparse.Namespace) -> bool:
+    """Whether all processes that were launched take part in a command; in others the first does all, and the rest end at once."""
+    if args.command == "push":
+        return _is_recipe(args.target) and not args.dry_run
+    return args.command in SHARED and not getattr(args, "dry_run", False)
+
+
+def _is_recipe(target: Path) -> bool:
+    return target.suffix in (".yaml", ".yml") and not target.is_dir()
+
+
 @contextlib.contextmanager
 def _alone_in(out: Path) -> Iterator[None]:
     """Be the only run in a folder. Of the processes of one run the first asks for all."""
-    from cdlm.processes import launched
-
-    with files.locked(out) if launched() == 1 or os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
+    with files.locked(out) if processes.first() else contextlib.nullcontext():
         yield
 
 
@@ -308,7 +319,7 @@ def _stages(args: argparse.Namespace) -> int:
 
     recipe = recipes.load(args.recipe, args.set)
     out = args.out or Path("runs") / recipe.name
-    from cdlm import plan, processes, stages
+    from cdlm import plan, stages
 
     run = stages.Run(recipe, out, say=_say, command=_typed(args))
     if args.command == "plan":
@@ -326,7 +337,8 @@ def _stages(args: argparse.Namespace) -> int:
     if args.dry_run:
         _say(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware, args.gpus))
         return 0
-    _check_device(recipe.device)
+    processes.check_device(recipe.device)
+    processes.check_checkpoints()
     _quiet()
     run.processes = processes.start(recipe.device)
     if not run.processes.main:
@@ -407,18 +419,6 @@ def _command(args: argparse.Namespace) -> str:
         return shlex.join(["cdlm", *args.typed])
     out = ["--out", str(args.out)] if args.out is not None else []
     return shlex.join(["cdlm", args.command, str(args.recipe), *(word for value in args.set for word in ("--set", value)), *out])
-
-
-def _check_device(name: str) -> None:
-    """A device that torch knows and this machine has, or one error."""
-    import torch
-
-    try:
-        if torch.device(name).type == "meta":
-            raise RuntimeError
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError):
-        raise ValueError(f"device is {name!r}; this machine has no such device, cpu is always there") from None
 
 
 def _quiet() -> None:
@@ -527,7 +527,7 @@ def _import(args: argparse.Namespace) -> int:
 def _push(args: argparse.Namespace) -> int:
     from cdlm import hub
 
-    if args.target.suffix in (".yaml", ".yml") and not args.target.is_dir():
+    if _is_recipe(args.target):
         flags = [("push.repo_id", args.repo_id), ("push.private", args.private), ("push.adapter_only", args.adapter_only)]
         args.set += [f"{key}={str(value).lower() if value is True else value}" for key, value in flags if value]
         args.recipe, args.hardware, args.gpus = args.target, None, None
@@ -546,7 +546,7 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from cdlm import bench, processes, stages
+    from cdlm import bench, stages
     from cdlm import recipe as recipes
 
     if processes.launched() > 1:
@@ -558,7 +558,7 @@ def _bench(args: argparse.Namespace) -> int:
     redecides = stages.Run(recipe, out).redecides()
     parts = args.parts or bench.parts_of(recipe, redecides)
     bench.check(recipe, parts, args.batches, args.lengths, growing, redecides)
-    _check_device(recipe.device)
+    processes.check_device(recipe.device)
     _quiet()
     with _folder(out):
         _say(bench.run(recipe, out, parts, args.batches, args.lengths, growing, command=_typed(args), say=_say))
@@ -685,7 +685,7 @@ def _generate(args: argparse.Namespace) -> int:
     from cdlm import data, families
     from cdlm.decode import decode, resolve, slots
 
-    _check_device(args.device)
+    processes.check_device(args.device)
     _quiet()
     config = families.read_config(args.model)
     model = families.load(args.model, family=args.family, dtype=args.dtype, device=args.device)

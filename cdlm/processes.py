@@ -92,6 +92,51 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def first() -> bool:
+    """Whether this is the first of the processes that were launched, which does what is not shared, and says what all would say."""
+    return launched() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def check_device(name: str) -> None:
+    """A device that torch knows and this machine has, for each of the processes that were launched on it, or a ValueError. Nothing is
+    allocated on a GPU: every process would hold memory of the first one for it."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name)
+        if device.type == "cuda":
+            if count <= (device.index or 0):
+                raise RuntimeError
+        elif device.type == "meta":
+            raise RuntimeError
+        else:
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"device is {name!r}; this machine has no such device, cpu is always there") from None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(launched())))  # processes on this machine
+    if device.type == "cuda" and here > 1:
+        wrong = ""
+        if device.index is not None:
+            wrong = f"device is {name!r}, one GPU for the {here} processes of this machine; each takes one of its own: device cuda"
+        elif here > count:
+            wrong = f"{here} processes were launched on this machine, which has {count} GPUs; each needs one of its own"
+        if wrong:
+            raise _error(wrong)
+
+
+def check_checkpoints() -> None:
+    """A ValueError where the launcher asks FSDP for checkpoints in shares: they come with a pickle, which training does not read."""
+    kind = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")  # accelerate's default under FSDP2
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FULL_STATE_DICT":
+        raise _error(f"fsdp_state_dict_type is {kind}; it must be FULL_STATE_DICT: others keep a pickle, which is never read")
+
+
+def _error(words: str) -> ValueError:
+    """Of what all processes that were launched refuse alike: the first one says it."""
+    return ValueError(words) if first() else Refused(words)
+
+
 def start(device: str) -> Processes:
     """Join the processes that were launched with this one, if any. device: what the recipe runs on; on GPUs each process of a machine gets
     one of its own, which is "cuda" from then on."""

@@ -16,6 +16,7 @@ alone writes what there is one of, and none leaves a stage before its result is 
 
 import contextlib
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -666,11 +667,12 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
         dataset = noisy(examples, r.decode.max_new_tokens, r.seed, r.decode.block_length if t.objective == "bd3lm" else None)
         lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in examples]
         head = None
-    if len(dataset) < batch_size * processes.count:
-        shared = "" if processes.count == 1 else f" for each of {processes.count} processes"
+    per_step = t.batch_size * t.accumulation
+    if len(dataset) < per_step:
+        screened = f", {run.trajectories / 'manifest.json'} counts what was screened and why" if t.objective == "cdlm" else ""
         raise ValueError(
-            f"train.batch_size is {batch_size}{shared}; there are {len(dataset)} rows to train on"
-            + (f", {run.trajectories / 'manifest.json'} counts what was screened and why" if t.objective == "cdlm" else "")
+            f"a step has train.batch_size {t.batch_size} x train.accumulation {t.accumulation} = {per_step} rows; there are {len(dataset)} "
+            f"rows to train on{screened}"
         )
     peft_model = None
     if t.lora is not None:
@@ -679,13 +681,17 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
             model, rank=t.lora.rank, alpha=t.lora.alpha, targets=t.lora.targets, dropout=t.lora.dropout
         )
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    per_step = t.batch_size * t.accumulation
     steps = t.steps or max(1, round((t.epochs or 0) * len(dataset) / per_step))
     run.say(
         f"train: {trainable:,} of {sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps of {per_step} rows "
         f"({steps * per_step / len(dataset):.1f} epochs of {len(dataset)})"
         + ("" if processes.count == 1 else f", in {processes.count} processes with {accumulation} x {batch_size} of them each")
     )
+    if t.lora is not None and t.lora.dropout and batch_size != t.batch_size:
+        run.say(
+            f"train: dropout is drawn by forwards, here of {batch_size} rows: other values than one process draws, whose forwards have "
+            f"{t.batch_size}; numbers of processes that divide train.accumulation ({t.accumulation}) give what one gives"
+        )
     args = training.CDLMConfig(
         output_dir=str(checkpoints), objective=t.objective, block_length=r.decode.block_length,
         distill_weight=t.distill_weight, consistency_weight=t.consistency_weight, dlm_weight=t.dlm_weight or 0.0,
@@ -754,8 +760,8 @@ def _last_checkpoint(checkpoints: Path, engine: str) -> str | None:
 def deal_rows(batch_size: int, accumulation: int, processes: int) -> tuple[int, int]:
     """Rows of a forward and forwards of a step for each of some processes, which share the rows of one process' step.
 
-    Forwards are dealt out whole where that is possible: then every process takes some of the very batches of one process. Else the rows are
-    dealt out in the largest batches that fit.
+    Forwards are dealt out whole where that is possible: then every process takes some of the very batches of one process. Else each of
+    those is split into equal parts, the largest that fit, so that rows that stand together stay so.
     """
     rows = batch_size * accumulation
     if rows % processes:
@@ -764,7 +770,7 @@ def deal_rows(batch_size: int, accumulation: int, processes: int) -> tuple[int, 
             f"can't share evenly; numbers that can: {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
         )
     each = rows // processes
-    size = max(n for n in range(1, batch_size + 1) if each % n == 0)
+    size = math.gcd(batch_size, each)
     return size, each // size
 
 

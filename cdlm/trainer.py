@@ -7,7 +7,9 @@ blocks of its own text from masks (TiDAR, arXiv 2511.08923), "uniform" a block d
 of a row at a time, with self-conditioning (Chen et al., arXiv 2208.04202). The losses stand in `losses.py`.
 
 Every random draw of a row comes from a seed made of (seed, epoch, row), so it depends on neither batch nor device nor on
-where a run was resumed (the budget of an mdlm batch is its first row's draw).
+where a run was resumed. The order of rows is of (seed, epoch), and an epoch is whole steps: a step has the same rows however many
+processes share them. An mdlm row's budget is of the group of rows that it stands with (`InGroup`), not of the forward that it is in.
+Dropout alone is drawn by forwards: from a seed of (seed, step, first row), so what it does depends on which rows share a forward.
 
 Shapes: B rows, P prompt tokens, N slots, S slots of a canvas, L = P + N, D width, V vocabulary, k stored tokens.
 """
@@ -17,9 +19,9 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -165,6 +167,13 @@ class StoredCanvases(Protocol):
     def __getitem__(self, index: int) -> CanvasTrajectory: ...
 
 
+class InGroup(NamedTuple):
+    """A row as it is asked for among those of its group, of which a batch may hold a part."""
+
+    row: int
+    group: tuple[int, ...]
+
+
 class _Drawing(Dataset):
     """A dataset whose rows are drawn anew each epoch, from (seed, epoch, row)."""
 
@@ -289,6 +298,7 @@ class AnswerNoise(_Drawing):
     """Examples as noisy answers: prompt_ids, answer_ids, level, uniform [max_new_tokens] and levels, as many as a row has blocks.
 
     level is the row's noise level (mdlm); levels has one a block (bd3lm), and one more for blocks that begin in the prompt.
+    longest, tokens of the longest answer, and budget, a draw, are the same in all rows of an `InGroup`'s group; else the row's own.
     """
 
     def __init__(self, examples: Sequence[data.Example], max_new_tokens: int, seed: int, block_length: int | None = None):
@@ -303,14 +313,17 @@ class AnswerNoise(_Drawing):
         """A row's sample, as an error names it."""
         return f"question {self.examples[index].index}"
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        example, draw = self.examples[index], self.generator(index)
+    def __getitem__(self, place: int | InGroup) -> dict[str, Any]:
+        index, group = place if isinstance(place, InGroup) else (place, (place,))
+        example, draw, first = self.examples[index], self.generator(index), self.generator(group[0])
+        level, _ = torch.rand(1, generator=draw)[0], torch.rand(1, generator=draw)  # the second is the budget's, of the group's first row
         return {
             "index": index,
             "prompt_ids": example.prompt_ids,
             "answer_ids": example.answer_ids,
-            "level": torch.rand(1, generator=draw)[0],
-            "budget": float(torch.rand(1, generator=draw)),
+            "level": level,
+            "longest": max(len(self.examples[row].answer_ids) for row in group),
+            "budget": float(torch.rand(2, generator=first)[1]),
             "uniform": torch.rand(self.max_new_tokens, generator=draw),
             "levels": torch.rand(self.levels, generator=draw),
         }
@@ -320,8 +333,9 @@ class CanvasNoise(AnswerNoise):
     """Examples with the draws of one noisy canvas each: `canvas` chooses which of the answer's, `level`, `uniform` and `token` are its
     noise, `told` decides whether self-conditioning is told something. Canvases behind the one with the end token are never drawn."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row, draw = super().__getitem__(index), self.generator(index)
+    def __getitem__(self, place: int | InGroup) -> dict[str, Any]:
+        row = super().__getitem__(place)
+        draw = self.generator(row["index"])
         draw.manual_seed(data.sample_seed(draw.initial_seed(), 1))  # a stream of its own beside that of the row it adds to
         return {
             **row, "canvas": torch.rand(1, generator=draw)[0], "told": torch.rand(1, generator=draw)[0],
@@ -332,10 +346,10 @@ class CanvasNoise(AnswerNoise):
 class Collator:
     """Rows to tensors: prompts padded on the left, everything else stacked.
 
-    Rows with answer_ids get a common budget of slots, filled up with end tokens. For mdlm it is the longest answer of the batch with
-    its end token, plus a random part of what is left to max_new_tokens (the first row's draw, cubed, so that most batches are short
-    and some are full): there the budget, and with it the loss, depends on which rows share a batch; the noise of a row does not.
-    With whole_blocks (a block length; 1 for ar) it is the longest answer with its end token and the rest of that block, at most
+    Rows with answer_ids get a common budget of slots, filled up with end tokens. For mdlm it is the longest answer of the rows' group with
+    its end token, plus a random part of what is left to max_new_tokens (the draw of the group's first row, cubed, so that most groups are
+    short and some are full): there the budget, and with it the loss, depends on which rows stand together, but not on which of them share
+    a batch. With whole_blocks (a block length; 1 for ar) it is the longest answer with its end token and the rest of that block, at most
     max_new_tokens; `length` says how many tokens the answer of each row has with its end token, and the losses look no further than
     the block that it ends in. from_zero: blocks start at position 0, whatever the model's own do (tidar).
     """
@@ -356,10 +370,11 @@ class Collator:
                 key: torch.stack([row[key] for row in rows]) for key in rows[0] if key != "index" and not key.endswith("prompt_ids")
             }
         if "answer_ids" in rows[0]:
-            longest = min(max(len(row["answer_ids"]) for row in rows) + 1, self.max_new_tokens)
             if self.whole_blocks is None:
+                longest = min(max(row["longest"] for row in rows) + 1, self.max_new_tokens)
                 slots = longest + round((self.max_new_tokens - longest) * rows[0]["budget"] ** 3)
             else:
+                longest = min(max(len(row["answer_ids"]) for row in rows) + 1, self.max_new_tokens)
                 # One block more where the first block begins inside the prompt, for then the last one ends that much later.
                 blocks = -(-longest // self.whole_blocks) + self.from_zero
                 slots = min(self.max_new_tokens, blocks * self.whole_blocks)
@@ -403,6 +418,49 @@ class LengthGrouped(Sampler[int]):
             yield from (row for b in batches if len(b) < self.batch_size for row in b)
 
 
+class Shuffled(Sampler[int]):
+    """A random order of all rows, of seed + epoch: that of accelerate's own sampler."""
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.seed, self.epoch = count, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+
+class WholeSteps(Sampler):
+    """As much of an epoch's order as makes whole steps of `per_step` rows; what is left over of an epoch is not used in it.
+
+    Engines deal a step's rows out to processes in batches, some of every so many: with a last step of fewer rows they would drop or repeat
+    some, others for other numbers of processes. in_groups: rows as `InGroup`, of `grouped` rows each, which divides per_step.
+    """
+
+    def __init__(self, order: Shuffled | LengthGrouped, per_step: int, grouped: int, *, in_groups: bool):
+        self.order, self.per_step, self.grouped, self.in_groups = order, per_step, grouped, in_groups
+        if per_step % grouped:
+            raise ValueError(f"a step has {per_step} rows, which are no whole groups of {grouped}")
+        if not len(self):
+            raise ValueError(f"a step has {per_step} rows; there are {len(order)} rows to train on")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.order) // self.per_step * self.per_step
+
+    def __iter__(self) -> Iterator[int | InGroup]:
+        order = list(self.order)[: len(self)]
+        for begin in range(0, len(order), self.grouped):
+            group = tuple(order[begin : begin + self.grouped])
+            yield from (InGroup(row, group) for row in group) if self.in_groups else group
+
+
 class _Epoch(TrainerCallback):
     """Tells dataset and sampler which epoch it is."""
 
@@ -418,12 +476,14 @@ class CDLMTrainer(Trainer):
     """transformers' Trainer with the objectives of this package.
 
     teacher_head: the teacher's lm_head, for "cdlm"; it stays as it is, also when the student's own head is trained. lengths: of each row,
-    by which rows stand together, `grouped` of them (None: those of a forward; of several processes, what one would take).
+    by which rows stand together. grouped: how many do (None: those of a forward; of several processes, what one would take): a whole
+    number of groups is a step, a whole number of forwards a group.
     Every loss is logged under its name, with its weight beside it. loss_is_scaled_for_ga is False: a loss is a mean over its
     micro-batch, and the Trainer divides by the number of micro-batches.
 
     Under `accelerate launch` the Trainer's own engine (DDP, FSDP2, DeepSpeed) wraps the model, and a process gets every so-manieth
-    micro-batch of those that one process would take; with that many fewer micro-batches a step, the steps are the same ones. An engine
+    micro-batch of those that one process would take; with that many fewer micro-batches a step, or smaller ones, the steps are the same
+    ones. An engine
     gathers weights and reduces gradients around the forward of what it wraps, so all of an objective, its several forwards, the head and
     the losses, runs inside one call of the wrapped model. Checkpoints are written under all but DeepSpeed.
     """
@@ -460,6 +520,9 @@ class CDLMTrainer(Trainer):
             )
         if self.engine == "fsdp" and (kind := self.accelerator.state.fsdp_plugin.state_dict_type.name) != "FULL_STATE_DICT":
             raise ValueError(f"fsdp_state_dict_type is {kind}; it must be FULL_STATE_DICT: others keep a pickle, which is never read")
+        if self.engine == "fsdp" and args.bf16:  # accelerate's own would also round losses, and sum gradients, in bfloat16
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32)
         if self.engine == "deepspeed":
             self.args.save_strategy = SaveStrategy.NO  # its checkpoints are pickles, which are never read
         self.diffusion, self.teacher_head, self.lengths, self.grouped = model, teacher_head, lengths, grouped
@@ -470,15 +533,39 @@ class CDLMTrainer(Trainer):
         self.add_callback(self._epoch)
 
     def _get_train_sampler(self, train_dataset=None):
+        args, rows = self.args, self.train_dataset if train_dataset is None else train_dataset
+        each = args.train_batch_size
+        grouped = self.grouped or each
+        if grouped % each:
+            raise ValueError(f"a forward has {each} rows, which do not divide a group of {grouped}")
+        order: Shuffled | LengthGrouped
         if self.lengths is None:
-            return super()._get_train_sampler(train_dataset)
-        sampler = LengthGrouped(self.lengths, self.grouped or self.args.train_batch_size, self.args.seed)
+            order = Shuffled(len(rows), args.seed if args.data_seed is None else args.data_seed)
+        else:
+            order = LengthGrouped(self.lengths, grouped, args.seed)
+        per_step = each * args.gradient_accumulation_steps * args.world_size
+        sampler = WholeSteps(order, per_step, grouped, in_groups=isinstance(rows, AnswerNoise))
         self._epoch.listeners += (sampler,)
         return sampler
 
     def _prepare_input(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
         """To the device and no more: the Trainer would also round noise to the dtype of an engine."""
         return {name: value.to(self.args.device) for name, value in data.items()}
+
+    @property
+    def head(self) -> losses.Head:
+        """What makes logits of hidden rows. Losses ask it once a chunk, again in the backward, and processes have different numbers of
+        chunks: of a head that FSDP shards the weights are there for all of a micro-batch, and what FSDP does around each call is left out,
+        or one process would wait for weights that the other never sends."""
+        head = self.diffusion.head
+        return head.forward if isinstance(head, FSDPModule) else head
+
+    def training_step(self, *args, **kwargs):
+        """As the Trainer's; then a sharded head gives its weights back."""
+        loss = super().training_step(*args, **kwargs)
+        if isinstance(head := self.diffusion.head, FSDPModule):
+            head.reshard()
+        return loss
 
     @property
     def engine(self) -> str:
@@ -515,8 +602,16 @@ class CDLMTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         assert isinstance(self.args, CDLMConfig)
         objective = OBJECTIVES[self.args.objective]
+        if "index" in inputs:  # what dropout draws from: not the process, nor where a run was resumed
+            torch.manual_seed(data.sample_seed(self.args.seed, self.state.global_step, int(inputs["index"][0])))
+
+        def work() -> dict[str, Tensor]:
+            if isinstance(head := self.diffusion.head, FSDPModule):
+                head.unshard()
+            return objective(self, inputs)
+
         # A closure, for engines cast the tensors that they see among arguments, and noise must not be rounded.
-        parts = (model if self._calls else _call)(lambda: objective(self, inputs))
+        parts = (model if self._calls else _call)(work)
         total = None
         for name, loss in parts.items():
             weight = self.args.weights.get(name, 1.0)
@@ -564,14 +659,12 @@ class CDLMTrainer(Trainer):
             rotate_checkpoints(str(where), self.args.save_total_limit)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        """The Trainer's; weights of whole models are read here, before FSDP takes its shares of the model. A frozen head stays gathered."""
+        """The Trainer's; weights of whole models are read here, before FSDP takes its shares of the model. See `head` for the rest."""
         if self.engine == "fsdp" and resume_from_checkpoint is not None and written_by(Path(resume_from_checkpoint)) == "plain":
             read_whole(self.model, Path(resume_from_checkpoint))
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        head = self.diffusion.head
-        if isinstance(head, FSDPModule) and not any(parameter.requires_grad for parameter in head.parameters()):
-            # Losses ask the head once a chunk, again in the backward, and processes have different numbers of chunks. A frozen head that
-            # gave its weights back in between would be gathered so often by one process and less often by another.
+        if isinstance(head := self.diffusion.head, FSDPModule):
+            head.set_reshard_after_forward(False, recurse=False)
             head.set_reshard_after_backward(False, recurse=False)
         return prepared
 
@@ -716,7 +809,7 @@ def _noisy_answer(trainer: CDLMTrainer, batch: dict[str, Tensor], block_length: 
     prompt = batch["prompt"].shape[1]
     row_BND = model.sequence_hidden(*_whole(batch, noisy_BN), block_length)[:, prompt:]
     length_B = torch.full_like(level_B, batch["answer"].shape[1])
-    return losses.masked_diffusion_from_hidden(row_BND, model.head, batch["answer"], masked_BN, level_B, length_B, model.vocab)
+    return losses.masked_diffusion_from_hidden(row_BND, trainer.head, batch["answer"], masked_BN, level_B, length_B, model.vocab)
 
 
 def mdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -730,7 +823,7 @@ def ar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tenso
     model = trainer.diffusion
     row_BND = model.sequence_hidden(*_whole(batch, batch["answer"]), 1)[:, prompt:]
     asked_BN = torch.arange(slots, device=row_BND.device) < batch["length"][:, None]
-    return {"ar": losses.next_token_from_hidden(row_BND, model.head, batch["answer"], asked_BN, model.vocab)}
+    return {"ar": losses.next_token_from_hidden(row_BND, trainer.head, batch["answer"], asked_BN, model.vocab)}
 
 
 def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -762,7 +855,7 @@ def bd3lm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
         level_BN = torch.ones_like(level_BN)
     found = [
         losses.masked_diffusion_from_hidden(
-            model.noisy_clean_hidden(seen_BN, ids_BL, valid_BL, prompt_B, args.block_length), model.head, batch["answer"], target_BN,
+            model.noisy_clean_hidden(seen_BN, ids_BL, valid_BL, prompt_B, args.block_length), trainer.head, batch["answer"], target_BN,
             level_BN, length_B, model.vocab,
         )
         for seen_BN, target_BN in views
@@ -789,7 +882,7 @@ def tidar_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Te
     asked_BN = torch.arange(length - prompt, device=ids_BL.device) < batch["length"][:, None]
     halves = {"ar": row_BQD[:, prompt - 1 : length - 1], "diffusion": row_BQD[:, length + prompt - skip :]}
     return {
-        name: losses.next_token_from_hidden(row_BND, model.head, batch["answer"], asked_BN, model.vocab)
+        name: losses.next_token_from_hidden(row_BND, trainer.head, batch["answer"], asked_BN, model.vocab)
         for name, row_BND in halves.items()
     }
 
@@ -824,8 +917,8 @@ def uniform_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, 
     asked_BN = torch.arange(longest, device=first_B.device) < batch["length"][:, None]
     everywhere = torch.ones_like(clean_BS, dtype=torch.bool)
     return {
-        "diffusion": losses.next_token_from_hidden(canvas_BSD, model.head, clean_BS, everywhere, model.vocab),
-        "ar": losses.next_token_from_hidden(row_BLD[:, prompt:], model.head, ids_BL[:, prompt:], asked_BN, model.vocab),
+        "diffusion": losses.next_token_from_hidden(canvas_BSD, trainer.head, clean_BS, everywhere, model.vocab),
+        "ar": losses.next_token_from_hidden(row_BLD[:, prompt:], trainer.head, ids_BL[:, prompt:], asked_BN, model.vocab),
     }
 
 
@@ -842,13 +935,13 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
         open_BN, open_later_BN = batch["y"] == mask, batch["y_star"] == mask
         if args.distill_weight and "hidden" not in batch:
             out["distill"] = losses.token_distillation_from_hidden(
-                row_BND, model.head, batch["y_star"], open_BN & ~open_later_BN, model.vocab
+                row_BND, trainer.head, batch["y_star"], open_BN & ~open_later_BN, model.vocab
             )
         elif args.distill_weight:
             assert trainer.teacher_head is not None
             teacher_BND = batch["hidden"].to(next(trainer.teacher_head.parameters()).dtype)
             out["distill"] = losses.distillation_from_hidden(
-                row_BND, model.head, teacher_BND, trainer.teacher_head, open_BN & ~open_later_BN, model.vocab
+                row_BND, trainer.head, teacher_BND, trainer.teacher_head, open_BN & ~open_later_BN, model.vocab
             )
         if args.consistency_weight:
             with torch.no_grad(), eval_mode(model.hf):
@@ -856,7 +949,7 @@ def cdlm_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, Ten
             # Blocks behind the one with the end token are no part of S_y: no decoding that stops there ever asks for them.
             asked_BN = torch.arange(open_BN.shape[1], device=open_BN.device) < batch["decoded"][:, None]
             out["consistency"] = losses.consistency_from_hidden(
-                row_BND, model.head, later_BND, _without_dropout(model.head), open_BN & open_later_BN & asked_BN, model.vocab
+                row_BND, trainer.head, later_BND, _without_dropout(trainer), open_BN & open_later_BN & asked_BN, model.vocab
             )
     if args.dlm_weight:
         out["dlm"] = _noisy_answer(trainer, batch, block)
@@ -879,7 +972,7 @@ def canvas_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, T
         row_BSD = model.answer_hidden(prompt, valid, batch["y"], size, seen)
         if args.distill_weight:
             out["distill"] = losses.top_k_distillation_from_hidden(
-                row_BSD, model.head, batch["target"], batch["target_ids"], batch["target_total"], batch["open"] & ~batch["open_star"],
+                row_BSD, trainer.head, batch["target"], batch["target_ids"], batch["target_total"], batch["open"] & ~batch["open_star"],
                 model.vocab,
             )
         if args.consistency_weight:
@@ -888,20 +981,20 @@ def canvas_losses(trainer: CDLMTrainer, batch: dict[str, Tensor]) -> dict[str, T
                 later_BSD = model.answer_hidden(prompt, valid, batch["y_star"], size, seen_star)
             open_both_BS = batch["open"] & batch["open_star"]
             out["consistency"] = losses.consistency_from_hidden(
-                row_BSD, model.head, later_BSD, _without_dropout(model.head), open_both_BS, model.vocab
+                row_BSD, trainer.head, later_BSD, _without_dropout(trainer), open_both_BS, model.vocab
             )
     if args.dlm_weight:
         noisy_BS = _canvas_noise(trainer, batch, batch["answer"])
         row_BSD = model.answer_hidden(batch["reference"], batch["reference_valid"], noisy_BS, size)
         everywhere = torch.ones_like(noisy_BS, dtype=torch.bool)
-        out["dlm"] = losses.next_token_from_hidden(row_BSD, model.head, batch["answer"], everywhere, model.vocab)
+        out["dlm"] = losses.next_token_from_hidden(row_BSD, trainer.head, batch["answer"], everywhere, model.vocab)
     return out
 
 
-def _without_dropout(head: nn.Module) -> losses.Head:
+def _without_dropout(trainer: CDLMTrainer) -> losses.Head:
     def forward(row_ND: Tensor) -> Tensor:
-        with eval_mode(head):
-            return head(row_ND)
+        with eval_mode(trainer.diffusion.head):
+            return trainer.head(row_ND)
 
     return forward
 

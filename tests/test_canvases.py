@@ -6,8 +6,9 @@ from dataclasses import replace
 import dgemma
 import pytest
 import torch
+from conftest import ROOT
 
-from cdlm import canvases, data, losses, trajectories
+from cdlm import canvases, cli, data, losses, trajectories
 from cdlm.decode import DecodeConfig, decode
 from cdlm.families.base import Seen
 from cdlm.trainer import CanvasNoise, CanvasStates, CDLMConfig, CDLMTrainer, Collator, canvas_losses, uniform_losses
@@ -423,3 +424,10 @@ def test_other_models_have_no_canvases():
     model, ids = random_model(), torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="no canvases; objective uniform is for models that have"):
         model.text_and_canvas(ids, ids.bool(), torch.tensor([2]), ids, torch.tensor([True]))
+
+
+def test_objective_uniform_has_no_students_sampler(capsys):
+    asked = ["distill", str(ROOT / "recipes" / "tiny-diffusiongemma-teacher.yaml"), "--dry-run"]
+    assert cli.main(asked) == 0
+    assert cli.main([*asked, "--set", "decode.student_sampler={max_denoising_steps: 4}"]) == 2
+    assert "decode.student_sampler is given; objective uniform has no student: leave it out" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Two processes do what one does: the same trajectories, losses, student and table, under DDP and FSDP2. One spawn serves all checks."""
 
+import argparse
 import concurrent.futures
 import json
 import os
@@ -9,18 +10,20 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import mini
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from accelerate.state import AcceleratorState
+from conftest import ROOT, random_model
 from safetensors.torch import load_file
-from two_processes import STOP, broken, on_canvases
+from two_processes import STOP, UNDER, broken, on_canvases
 
-from cdlm import cli, recipe, stages
-from cdlm.processes import Processes, Refused
-from cdlm.trainer import check_engine
+from cdlm import ablate, cli, recipe, stages
+from cdlm.processes import Processes, Refused, check_device
+from cdlm.trainer import AnswerNoise, CDLMConfig, CDLMTrainer, Collator, check_engine
 
 STEPS = 20
 
@@ -38,46 +41,66 @@ def launch(script: Path, *arguments: object, folder: Path, count: int = 2) -> su
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
+OTHERS = {  # what else is trained, from the values of the mini recipe and those of the 20 steps
+    "lora": {"steps": 6, "save_steps": 2, "learning_rate": 0.002, "lora": {**mini.LORA, "dropout": 0.2}},
+    "mdlm": {"objective": "mdlm", "steps": 5, "batch_size": 2, "accumulation": 1, "num_examples": 5},
+    "checkpointed": {
+        "steps": 3, "learning_rate": 0.002, "gradient_checkpointing": True,
+        "lora": {**mini.LORA, "targets": ["q_proj", "up_proj", "lm_head"]},
+    },
+    "bf16": {"steps": 3, "bf16": True},
+}
+
+
+def write_others(folder: Path, values: dict) -> dict[str, recipe.Recipe]:
+    for name, train in OTHERS.items():
+        other = {**values, "train": {**values["train"], **train}}
+        if name == "mdlm":
+            del other["collect"], other["train"]["dlm_weight"]
+            other["evaluate"] = {}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(other, sort_keys=False))
+    return {name: recipe.load(folder / f"{name}.yaml") for name in OTHERS}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """OUT/one and OUT/one-lora by one process, and what two_processes.py leaves. OUT/broken and OUT/gathered go on with one, OUT/resumed
-    and OUT/sharded were begun by one, OUT/lora was begun by one and ends with one."""
+    """OUT/one and OUT/one-NAME by one process, and what two_processes.py leaves. OUT/broken and OUT/gathered go on with one, OUT/resumed
+    and OUT/sharded were begun by one, OUT/lora was begun by one and ends with one. Ten rows are two steps and a half: half a step of each
+    epoch is left out."""
     folder = tmp_path_factory.mktemp("processes")
     file = mini.write(folder)
     values = mini.values()
+    values["collect"] |= {"num_prompts": 5}
     values["train"] |= {"steps": STEPS, "save_steps": STOP, "learning_rate": 0.0005}
     file.write_text(yaml.safe_dump(values, sort_keys=False))
-    out, asked = folder / "out", recipe.load(file)
+    out, asked, others = folder / "out", recipe.load(file), write_others(folder, values)
     assert cli.main(["distill", str(file), "--out", str(out / "one")]) == 0
     stored = out / "one" / "trajectories"
     broken(asked, out / "resumed", stored)
     shutil.copytree(out / "resumed", out / "sharded")
-    lora_file = folder / "lora.yaml"
-    values["train"] |= {"steps": 6, "save_steps": 2, "learning_rate": 0.002, "lora": mini.LORA}
-    lora_file.write_text(yaml.safe_dump(values, sort_keys=False))
-    lora = recipe.load(lora_file)
-    stages.train(stages.Run(lora, out / "one-lora", print, shared_trajectories=stored))
-    broken(lora, out / "lora", stored, step=2)
-    done = launch(ROOT / "tests" / "two_processes.py", file, out, lora_file, folder=folder)
+    for name, other in others.items():
+        stages.train(stages.Run(other, out / f"one-{name}", print, shared_trajectories=stored))
+    broken(others["lora"], out / "lora", stored, step=2)
+    done = launch(ROOT / "tests" / "two_processes.py", file, out, folder=folder)
     assert done.returncode == 0, done.stderr[-4000:]
-    for name, one in (("broken", asked), ("gathered", asked), ("lora", lora)):
+    for name, one in (("broken", asked), ("gathered", asked), ("lora", others["lora"])):
         stages.train(stages.Run(one, out / name, print, shared_trajectories=stored))
     return out, done.stdout
 
 
 def log(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines() if "distill_loss" in line]
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines() if "_loss" in line and "train_loss" not in line]
 
 
 def losses(out: Path) -> torch.Tensor:
-    """Steps by losses: the whole, distillation, consistency, restoring."""
-    return torch.tensor([[line[name] for name in ("loss", "distill_loss", "consistency_loss", "dlm_loss")] for line in log(out)])
+    """Steps by losses: the whole and its parts, by name."""
+    return torch.tensor([[line[name] for name in sorted(line) if name == "loss" or name.endswith("_loss")] for line in log(out)])
 
 
 def test_two_processes_collect_the_bytes_of_one(runs):
     out, _ = runs
     one, two = (mini.contents(out / name / "trajectories") for name in ("one", "ddp"))
-    assert len([name for name in one if name.endswith(".parquet")]) == 3
+    assert len([name for name in one if name.endswith(".parquet")]) == 2
     assert one == two
 
 
@@ -97,6 +120,26 @@ def test_two_processes_train_as_one(runs, name):
     for key, value in one.items():
         assert float((value - start[key]).abs().max()) > 2e-3, key
         torch.testing.assert_close(two[key], value, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine, names in UNDER.items() for name in names])
+def test_two_processes_train_what_else_there_is_as_one(runs, engine, name):
+    """mdlm: every group of two rows is split, over two ends of epochs of five rows. checkpointed: adapters behind frozen embeddings, whose
+    layers are computed again in the backward, and one on the head that losses ask in chunks. bf16: autocast, under DDP the very
+    numbers of one process. FSDP2 keeps weights and norms in bfloat16 in its forwards, so its losses round otherwise; both stand for those
+    in fp32, and each loss is no further from them than twice what the rounding of one process makes of that loss at its worst."""
+    out, _ = runs
+    wanted, found = losses(out / f"one-{name}"), losses(out / f"{engine}-{name}")
+    steps = OTHERS[name]["steps"]
+    assert found.shape == (steps, 2 if name == "mdlm" else 4) and float(found[:, -1].min()) > 0.1
+    if (engine, name) == ("fsdp", "bf16"):
+        exact = losses(out / "one")[:steps]
+        assert bool(((found - exact).abs() <= 2 * (wanted - exact).abs().max(dim=0).values).all())
+        assert not torch.equal(found, found.bfloat16().float()), "losses are fp32"
+        start, ended = (load_file(place / "model.safetensors") for place in (out.parent / "teacher", out / "fsdp-bf16" / "student"))
+        assert all(float((ended[key] - start[key]).abs().max()) > 5e-4 for key in start)
+    else:
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
 def test_adapters_go_from_one_process_to_fsdp_and_back(runs):
@@ -157,6 +200,89 @@ def test_the_teacher_that_collected_is_gone_when_training_begins(tmp_path, monke
     monkeypatch.setattr(stages, "train", train)
     assert cli.main(["distill", str(recipe_file), "--out", str(tmp_path / "out"), "--set", "collect.num_prompts=1"]) == 2
     assert alive == [None]
+
+
+def commands() -> list[str]:
+    (action,) = [action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return sorted(action.choices)
+
+
+def test_what_is_no_stage_runs_in_the_first_process_alone(monkeypatch):
+    """Of two processes the first does every command; the second comes to those whose work is shared, and ends with status 0 in others."""
+    words = {"compare": ["a", "b"], "generate": ["model", "--prompt", "x"], "convert": ["a", "b", "--to", "native"], "kernels": [],
+             "import": ["tad", "a", "b", "--model", "c"]}  # fmt: skip
+    shared = {"distill", "collect", "train", "evaluate", "export", "ablate", "eval", "push"}
+    done = []
+    for name in ("generate", "roofline", "kernels", "inspect", "convert", "import", "push", "eval", "bench", "compare", "verify", "stages"):
+        monkeypatch.setattr(cli, f"_{name}", lambda args: done.append(args.command) or 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, wanted in ((0, commands()), (1, sorted(shared))):
+        monkeypatch.setenv("RANK", str(rank))
+        done.clear()
+        for name in commands():
+            assert cli.main([name, *words.get(name, ["recipes/tiny.yaml"])]) == 0
+        assert sorted(done) == wanted
+    done.clear()
+    for dry in (["distill", "recipes/tiny.yaml", "--dry-run"], ["push", "recipes/tiny.yaml", "--dry-run"], ["push", "folder"]):
+        assert cli.main(dry) == 0
+    assert not done, "a plan, and a folder that is no recipe, are the first one's"
+
+
+def with_gpus(monkeypatch, count, **environment):
+    """As on a machine with GPUs; torch.empty on one of them fails here, as on a CPU build."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("device", "gpus", "processes", "words"), [
+    ("cuda", 2, 1, None), ("cuda:1", 2, 1, None), ("cuda", 2, 2, None), ("cpu", 0, 4, None),
+    ("cuda:2", 2, 1, "device is 'cuda:2'; this machine has no such device"), ("cuda", 0, 1, "this machine has no such device"),
+    ("cuda", 0, 2, "this machine has no such device"), ("meta", 2, 1, "no such device"), ("gpu", 2, 1, "device is 'gpu'; this machine has"),
+    ("cuda:0", 2, 2, "device is 'cuda:0', one GPU for the 2 processes of this machine; each takes one of its own: device cuda"),
+    ("cuda", 2, 4, "4 processes were launched on this machine, which has 2 GPUs; each needs one of its own"),
+])  # fmt: skip
+def test_a_device_for_each_process(monkeypatch, device, gpus, processes, words):
+    """Nothing is allocated to find out: on a GPU that is not there it would fail."""
+    with_gpus(monkeypatch, gpus, WORLD_SIZE=str(processes * 2), LOCAL_WORLD_SIZE=str(processes), RANK="0")
+    if words is None:
+        return check_device(device)
+    with pytest.raises(ValueError, match=words):
+        check_device(device)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("command", ["distill", "eval"])
+def test_one_gpu_for_two_processes_is_refused_once(monkeypatch, capsys, tmp_path, rank, command):
+    """Before any work, by the first of them; the other ends with the same status and says nothing."""
+    if command == "distill":
+        arguments = [str(mini.write(tmp_path)), "--set", "device=cuda:0", "--out", str(tmp_path / "out")]
+    else:
+        arguments = [str(tmp_path / "model"), "--tasks", "small_world", "--device", "cuda:0"]
+    with_gpus(monkeypatch, 2, WORLD_SIZE="2", RANK=str(rank))
+    assert cli.main([command, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("one GPU for the 2 processes of this machine") == (1 if rank == 0 else 0) and not (tmp_path / "out").exists()
+
+
+def test_fsdp_in_shares_is_refused_before_any_work(monkeypatch, capsys, tmp_path):
+    """By the command, and by the Trainer where no command was typed. Without a word accelerate takes SHARDED_STATE_DICT."""
+    words = "fsdp_state_dict_type is SHARDED_STATE_DICT; it must be FULL_STATE_DICT: others keep a pickle"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    file = mini.write(tmp_path)
+    for kind in ("SHARDED_STATE_DICT", None):
+        monkeypatch.delenv("FSDP_STATE_DICT_TYPE") if kind is None else monkeypatch.setenv("FSDP_STATE_DICT_TYPE", kind)
+        assert cli.main(["distill", str(file), "--out", str(tmp_path / "out")]) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.setattr(CDLMTrainer, "engine", "fsdp")
+    plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name="SHARDED_STATE_DICT"), activation_checkpointing=False)
+    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", plugin, raising=False)
+    model = random_model()
+    args = CDLMConfig(output_dir=str(tmp_path / "trained"), objective="ar", use_cpu=True)
+    with pytest.raises(ValueError, match=words):
+        CDLMTrainer(model, args, AnswerNoise([], 8, 0), Collator(model, 8, 1))
 
 
 def test_bench_is_for_one_process(tmp_path, monkeypatch, capsys):
@@ -220,6 +346,29 @@ def test_what_the_main_process_refuses_first_is_refused_in_the_others(monkeypatc
     assert together(monkeypatch, lambda processes: work(processes, False)) == ["done", "done"] and entered[1] == 0
 
 
+def test_all_processes_come_to_every_stage_of_an_ablation(monkeypatch, tmp_path):
+    """And have one table, which the main one writes."""
+    asked, came = recipe.load(mini.write(tmp_path)), {0: [], 1: []}
+
+    def stage(name):
+        def work(run):
+            came[run.processes.rank].append((name, run.out.name))
+            if name == "evaluate" and run.processes.main:
+                summary = {"student_accuracy": 0.5, "student_steps_at_threshold": len(came[0]), "tpf": 2.0}
+                (run.out / "report.json").write_text(json.dumps({"summary": summary}))
+            run.processes.gather([0])
+
+        return work
+
+    for name in ("collect", "train", "evaluate"):
+        monkeypatch.setattr(stages, name, stage(name))
+    monkeypatch.setattr(stages, "is_done", lambda run, stage: run.processes.rank == 1)  # the main one's word counts
+    monkeypatch.setattr(stages.Run, "check_inputs", lambda run: None)
+    found = together(monkeypatch, lambda group: ablate.run(stages.Run(asked, tmp_path / "out", lambda text: None, processes=group)))
+    assert found[0] == found[1] and (tmp_path / "out" / "ablation" / "ablation.md").read_text() == found[0] + "\n"
+    assert came[0] == came[1] and [name for name, _ in came[0]] == ["collect", *["train", "evaluate"] * 4]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_shares_are_disjoint_and_make_up_all(count):
     items = list(range(4))
@@ -230,11 +379,15 @@ def test_shares_are_disjoint_and_make_up_all(count):
 
 @pytest.mark.parametrize(
     "asked, count, wanted",
-    [((2, 32), 1, (2, 32)), ((2, 32), 8, (2, 4)), ((4, 1), 2, (2, 1)), ((6, 1), 2, (3, 1)), ((4, 3), 2, (3, 2)), ((1, 4), 4, (1, 1))],
+    [
+        ((2, 32), 1, (2, 32)), ((2, 32), 8, (2, 4)), ((4, 1), 2, (2, 1)), ((6, 1), 2, (3, 1)), ((4, 3), 2, (2, 3)), ((6, 5), 3, (2, 5)),
+        ((1, 4), 4, (1, 1)),
+    ],
 )
 def test_rows_of_a_step_are_dealt_out(asked, count, wanted):
-    """(4, 3) in two: six rows each, in batches of at most four: 2 x 3."""
+    """(4, 3) in two: six rows each, in halves of fours: 3 x 2. (6, 5) in three: ten rows each, in thirds of sixes: 5 x 2."""
     assert stages.deal_rows(*asked, count) == wanted
+    assert asked[0] % wanted[0] == 0
     assert wanted[0] * wanted[1] * count == asked[0] * asked[1]
 
 

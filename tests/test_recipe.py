@@ -381,19 +381,20 @@ def test_a_model_from_nothing_with_the_small_worlds_files(tmp_path):
 
 ROOM = ROOT / "recipes"
 # arXiv 2511.19269, section 5 and table of weights: LoRA rank and alpha, learning rate, and the weight of equation 6 times L_g = 256.
-PAPER = {"dream-7b-instruct": (32, 2e-5, 0.01 * 256), "llada-8b-instruct": (64, 1e-5, 0.1 * 256)}
+# The first has 7,500 prompts, the second 7,500 of math beside them.
+PAPER = {"dream-7b-instruct": (32, 2e-5, 0.01 * 256, 7500), "llada-8b-instruct": (64, 1e-5, 0.1 * 256, 15000)}
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_a_recipe_of_the_paper_has_its_values(name):
-    r, (rank, rate, weight) = recipe.load(ROOM / f"{name}.yaml"), PAPER[name]
+    r, (rank, rate, weight, prompts) = recipe.load(ROOM / f"{name}.yaml"), PAPER[name]
     t = r.train
     assert (t.lora.rank, t.lora.alpha, t.learning_rate) == (rank, rank, rate)
     assert set(t.lora.targets) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert (t.distill_weight, t.consistency_weight, t.dlm_weight) == (1.0, 0.5, pytest.approx(weight))
     assert (t.scheduler, t.warmup, t.epochs, t.batch_size * t.accumulation) == ("constant_with_warmup", 0.05, 16, 64)
     assert (r.decode.max_new_tokens, r.decode.block_length, r.decode.confidence_threshold) == (256, 32, 0.9)
-    assert (r.collect.temperatures, r.collect.num_prompts, r.collect.stop_at_eos) == ([0.0, 0.5], 7500, False)
+    assert (r.collect.temperatures, r.collect.num_prompts, r.collect.stop_at_eos) == ([0.0, 0.5], prompts, False)
     assert (r.data.max_prompt_tokens, r.dtype, r.device, r.hardware) == (512, "bfloat16", "cuda", "A100")
 
 

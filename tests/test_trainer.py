@@ -332,7 +332,7 @@ def test_rows_stand_together_as_in_one_process(tmp_path, folder):
     lengths = [(i % 7, i % 3) for i in range(24)]
     orders = []
     for rows, grouped in ((4, None), (2, 4)):
-        t = trainer(folder, tmp_path, per_device_train_batch_size=rows)
+        t = trainer(folder, tmp_path, per_device_train_batch_size=rows, gradient_accumulation_steps=4 // rows)
         t.lengths, t.grouped = lengths, grouped
         orders.append(list(t._get_train_sampler()))
     assert orders[0] == orders[1] and sorted(orders[0]) == list(range(24))

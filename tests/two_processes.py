@@ -1,10 +1,10 @@
-"""What tests/test_processes.py has accelerate launch start twice: two_processes.py RECIPE OUT LORA. It leaves runs, and asserts nothing.
+"""What tests/test_processes.py has accelerate launch start twice: two_processes.py RECIPE OUT. It leaves runs, and asserts nothing.
 
-OUT/ddp is a whole run. OUT/broken is stopped at step 10 of 20, OUT/resumed goes on from a checkpoint that stands there already. With
-weights sharded by FSDP2 on the same trajectories: OUT/fsdp is stopped at step 10 and goes on, OUT/gathered is its copy from between, and
-OUT/sharded goes on from a checkpoint of whole weights that stands there already, and so does OUT/lora, of another recipe, which is stopped
-at its step 4. OUT/canvases.json has the losses of the objectives on
-canvases under DDP.
+OUT/ddp is a whole run. OUT/broken is stopped at step 9 of 20, OUT/resumed goes on from a checkpoint that stands there already. With
+weights sharded by FSDP2 on the same trajectories: OUT/fsdp is stopped at step 9 and goes on, OUT/gathered is its copy from between, and
+OUT/sharded goes on from a checkpoint of whole weights that stands there already, and so does OUT/lora, of lora.yaml beside the
+recipe, which is stopped at its step 4. OUT/canvases.json has the losses of the objectives on canvases under DDP. OUT/ddp-NAME and
+OUT/fsdp-NAME are the students of UNDER, of NAME.yaml.
 """
 
 import json
@@ -23,7 +23,8 @@ from transformers import TrainerCallback
 from cdlm import cli, losses, processes, recipe, stages
 from cdlm.trainer import CanvasNoise, CanvasStates
 
-STOP, VOCAB = 10, 58
+STOP, VOCAB = 9, 58
+UNDER = {"ddp": ("mdlm", "checkpointed", "bf16"), "fsdp": ("checkpointed", "bf16")}
 # What accelerate launch makes of recipes/accelerate/fsdp2.yaml.
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -89,7 +90,13 @@ def as_on_gpus() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    file, out, lora = map(Path, sys.argv[1:])
+    file, out = map(Path, sys.argv[1:])
+
+    def students(engine: str) -> None:
+        for name in UNDER[engine]:
+            other = recipe.load(file.parent / f"{name}.yaml")
+            stages.train(stages.Run(other, out / f"{engine}-{name}", silent, shared_trajectories=stored, processes=group))
+
     code = cli.main(["distill", str(file), "--out", str(out / "ddp")])
     if code:
         sys.exit(code)
@@ -97,6 +104,7 @@ def main() -> None:
     losses.CHUNK_VALUES = 4 * VOCAB  # from here on every loss is taken in several chunks, computed again in the backward
     broken(asked, out / "broken", stored, group)
     stages.train(stages.Run(asked, out / "resumed", silent, shared_trajectories=stored, processes=group))
+    students("ddp")
     canvases = on_canvases(out / "canvases", group)
     if group.main:
         (out / "canvases.json").write_text(json.dumps(canvases))
@@ -107,7 +115,8 @@ def main() -> None:
     group.wait()
     for name in ("fsdp", "sharded"):
         stages.train(stages.Run(asked, out / name, silent, shared_trajectories=stored, processes=group))
-    broken(recipe.load(lora), out / "lora", stored, group, 4)
+    broken(recipe.load(file.parent / "lora.yaml"), out / "lora", stored, group, 4)
+    students("fsdp")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from cdlm.evaluate import likelihood
 from cdlm.evaluate.clock import seconds
 from cdlm.families import adapter
 from cdlm.families.base import NotFinite
+from cdlm.processes import check_device
 
 DECODING = tuple(field.name for field in fields(DecodeConfig) if field.name not in ("use_cache", "block_causal", "temperature"))
 OWN = ("pretrained", "family", "dtype", "device", "batch_size", "attention", "nelbo_samples", "seed", "resume", "special_tokens")
@@ -204,10 +205,7 @@ class CDLM(TemplateLM):
             raise ValueError(f"nelbo_samples is {nelbo_samples!r}; it must be a whole number of at least 1")
         if not isinstance(special_tokens, bool):
             raise ValueError(f"special_tokens is {special_tokens!r}; it must be true or false")
-        try:
-            torch.zeros(1, device=device).item()
-        except (RuntimeError, AssertionError):
-            raise ValueError(f"device is {device!r}; this machine has no such device, cpu is always there") from None
+        check_device(device)
         self.accelerator = processes(device)
         if self.accelerator is not None:
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
