@@ -739,6 +739,7 @@ def train(run: Run, watch: Callable[[Any], Any] | None = None) -> None:
             raise FloatingPointError(f"{error}. The last good checkpoint: {kept or 'none was written yet'}") from None
         history = trainer.state.log_history
     state = trainer.full_state()
+    trainer.end()
     if processes.main:
         _note_log(run, history)
         _save_student(run, model, tokenizer, peft_model, request, state)

@@ -576,6 +576,14 @@ class CDLMTrainer(Trainer):
         """After training, all weights in the main process; None where no engine has sharded them. All processes call."""
         return None if self.engine == "plain" else self.accelerator.get_state_dict(self.model_wrapped)
 
+    def end(self) -> None:
+        """After the last call of a trainer: models that are loaded later are whole ones. transformers has them loaded in shares as long as
+        the arguments of a training under ZeRO-3 are remembered."""
+        if self.engine == "deepspeed":
+            from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+            unset_hf_deepspeed_config()
+
     def train(self, *args, **kwargs):
         """As the Trainer's, with the wrapped model's forward replaced meanwhile."""
         with self.calling():
@@ -666,6 +674,8 @@ class CDLMTrainer(Trainer):
         if isinstance(head := self.diffusion.head, FSDPModule):
             head.set_reshard_after_forward(False, recurse=False)
             head.set_reshard_after_backward(False, recurse=False)
+        if self.engine == "deepspeed" and (sharding := getattr(self.model_wrapped.optimizer, "parameter_offload", None)) is not None:
+            sharding.persistent_parameters += keep_gathered(self.diffusion.head)
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
@@ -724,6 +734,21 @@ class CDLMTrainer(Trainer):
         assert isinstance(self.args, CDLMConfig)
         progress = self.state.global_step / max(1, self.state.max_steps)
         return noise.rising_cap(progress, self.args.noise_first_cap, self.args.noise_ramp)
+
+
+def keep_gathered(head: nn.Module) -> list[Any]:
+    """Let ZeRO-3 keep a module's weights whole in every process, as it does those of small modules, and do nothing around its calls, of
+    which processes have different numbers; the weights that it sharded before."""
+    sharded: list[Any] = [parameter for parameter in head.parameters() if not parameter.ds_persist]
+    for parameter in sharded:
+        parameter.ds_persist = True
+    if sharded:
+        sharded[0].all_gather(sharded)
+    for module in head.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
+                del hooks[key]
+    return sharded
 
 
 @contextlib.contextmanager

@@ -1,5 +1,8 @@
-"""What tests/test_deepspeed.py has accelerate launch start twice: zero.py RECIPE OUT TRAJECTORIES. It trains under ZeRO-3 and leaves the run
-OUT; it asserts nothing. accelerate gives DeepSpeed no CPUs, so it is told that these are GPUs, whose process group is gloo's."""
+"""What tests/test_deepspeed.py has accelerate launch start twice: zero.py RECIPE OUT [RECIPE OUT ...].
+
+It makes the runs OUT, all stages, with training under ZeRO-3; it asserts nothing. accelerate gives DeepSpeed no CPUs, so it is told that
+these are GPUs, whose process group is gloo's.
+"""
 
 import os
 import sys
@@ -10,8 +13,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from two_processes import VOCAB
 
-from cdlm import processes, recipe, stages
+from cdlm import cli, losses, processes
 
 CONFIG = Path(__file__).parent.parent / "recipes" / "accelerate" / "zero3.yaml"
 
@@ -29,10 +33,12 @@ def as_on_gpus() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    file, out, stored = map(Path, sys.argv[1:])
     as_on_gpus()
-    run = stages.Run(recipe.load(file), out, shared_trajectories=stored, processes=processes.start("cuda"))
-    stages.train(run)
+    losses.CHUNK_VALUES = 4 * VOCAB  # processes have different numbers of chunks
+    processes.start("cuda")  # with DeepSpeed's process group; commands find it there
+    for file, out in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        if code := cli.main(["distill", file, "--out", out]):
+            sys.exit(code)
 
 
 if __name__ == "__main__":
