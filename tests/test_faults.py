@@ -10,7 +10,6 @@ QUICK = [
     "kill / SIGKILL / export: before the folder is put in place",
     "kill / SIGKILL / adapter, export: behind the adapter",
     "damage / flip / adapter, export/adapter/SHA256SUMS",
-    "damage / flip / log.jsonl before evaluate",
     "damage / a read error at checkpoints/checkpoint-2/optimizer.pt is none",
     "lock / a second convert",
     "lock / a second verify --seal",
