@@ -37,7 +37,7 @@ def test_zero_3_trains_as_one_process(tmp_path):
         assert cli.main(["distill", str(place), "--out", str(tmp_path / f"one-{name}")]) == 0
         words += [place, tmp_path / f"zero-{name}"]
     done = launch(ROOT / "tests" / "zero.py", *words, folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr
     assert "no checkpoints, for DeepSpeed's are pickles" in done.stdout
     for name, train in OTHERS.items():
         one, zero = (tmp_path / f"{kind}-{name}" for kind in ("one", "zero"))

@@ -67,7 +67,8 @@ def test_two_processes_give_the_results_of_one(teacher, tmp_path):
         rows[i]["answer"] = texts[i]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli.main(["eval", str(teacher), *flags(file, tmp_path / "one", *more)]) == 0
-    launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+    config = str(ROOT / "recipes" / "accelerate" / "ddp.yaml")
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "--main_process_port", "0")
     out, err = start([str(teacher), *flags(file, tmp_path / "two", *more)], tmp_path, launcher).communicate(timeout=300)
     assert out.count("|small_world|") == 1, err
     (one, samples), (two, shared) = read(tmp_path / "one"), read(tmp_path / "two")
