@@ -570,7 +570,7 @@ def test_a_student_killed_before_it_was_placed_is_not_trained_one_step_more(full
 
 def test_a_batch_larger_than_what_there_is_to_train_on_is_refused(full, tmp_path):
     shutil.copytree(full.out / "trajectories", tmp_path / "trajectories")
-    with pytest.raises(ValueError, match=r"train\.batch_size is 64; there are \d+ rows"):
+    with pytest.raises(ValueError, match=r"train\.batch_size 64 x train\.accumulation 2 = 128 rows; there are 12 rows to train on"):
         stages.train(run_of(full, tmp_path, "train.batch_size=64"))
     assert not (tmp_path / "student").exists()
 
