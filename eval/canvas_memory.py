@@ -58,7 +58,7 @@ class Training:
     diffusion = model
     args = trainer.CDLMConfig(output_dir="unused", objective="cdlm" if what == "cdlm" else "uniform", block_length=slots, use_cpu=True,
                               self_conditioning=1.0, report_to="none")
-    def _cap(self):
+    def noise_cap(self):
         return 1.0
 
 answer = torch.randint(3, vocabulary, (1, slots))
@@ -90,7 +90,7 @@ if what == "plain":
     logits = model.head(model.answer_hidden(batch["prompt"], batch["prompt_valid"], answer, slots, seen))
     found = {"diffusion": F.cross_entropy(logits.flatten(0, 1), answer.flatten())}
 else:
-    found = trainer.OBJECTIVES[Training.args.objective](Training(), batch)
+    found = trainer.LOSSES[Training.args.objective](Training(), batch)
 sum(found.values()).backward()
 print(json.dumps({"losses": {name: round(loss.item(), 4) for name, loss in found.items()}, "peak_bytes": memory("VmHWM") - before}))
 """

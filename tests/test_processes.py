@@ -30,7 +30,7 @@ STEPS = 20
 
 
 def launch(script: Path, *arguments: object, folder: Path) -> subprocess.CompletedProcess:
-    """A Python file in two processes, which accelerate starts as on two machines: a launcher for each, which find each other by an address."""
+    """A Python file in two processes, which accelerate starts as on two machines: by a launcher each, at one address."""
     environment = {
         **os.environ, "HF_HOME": str(folder / "hf-home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),

@@ -349,7 +349,7 @@ def test_section_gives_plain_values(tmp_path):
 def test_objectives_are_those_of_the_trainer():
     from cdlm import trainer
 
-    assert set(recipe.OBJECTIVES) == set(trainer.OBJECTIVES)
+    assert set(recipe.OBJECTIVES) == set(trainer.OBJECTIVES) == set(trainer.LOSSES)
 
 
 @pytest.mark.parametrize("objective", ["mdlm", "bd3lm", "ar", "uniform"])

@@ -332,14 +332,14 @@ def test_a_loss_that_is_no_number_names_step_samples_and_the_last_good_checkpoin
     from cdlm import trainer
 
     shutil.copytree(full.out / "trajectories", tmp_path / "trajectories")
-    whole, seen = trainer.OBJECTIVES["cdlm"], []
+    whole, seen = trainer.LOSSES["cdlm"], []
 
     def broken(t, batch):
         seen.append(batch["index"].tolist())
         parts = whole(t, batch)
         return {name: loss * float("nan") if t.state.global_step == 4 and name == "dlm" else loss for name, loss in parts.items()}
 
-    monkeypatch.setitem(trainer.OBJECTIVES, "cdlm", broken)
+    monkeypatch.setitem(trainer.LOSSES, "cdlm", broken)
     with pytest.raises(FloatingPointError) as caught:
         stages.train(run_of(full, tmp_path))
     ids = [trajectories.Trajectories(tmp_path / "trajectories")[i].id for i in seen[-1]]
@@ -356,7 +356,7 @@ def test_weights_that_are_no_numbers_are_no_checkpoint(full, tmp_path, monkeypat
     from cdlm import trainer
 
     shutil.copytree(full.out / "trajectories", tmp_path / "trajectories")
-    whole = trainer.OBJECTIVES["cdlm"]
+    whole = trainer.LOSSES["cdlm"]
 
     def spoiling(t, batch):
         parts = whole(t, batch)
@@ -364,7 +364,7 @@ def test_weights_that_are_no_numbers_are_no_checkpoint(full, tmp_path, monkeypat
             parts["dlm"].register_hook(lambda gradient: gradient * float("nan"))
         return parts
 
-    monkeypatch.setitem(trainer.OBJECTIVES, "cdlm", spoiling)
+    monkeypatch.setitem(trainer.LOSSES, "cdlm", spoiling)
     with pytest.raises(FloatingPointError, match=r"is no longer finite: step 4; .* checkpoint: \S+checkpoint-2$"):
         stages.train(run_of(full, tmp_path))
 

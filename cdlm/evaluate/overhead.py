@@ -118,10 +118,10 @@ def watch_training(found: dict[str, list[float]], warmup: int = WARMUP) -> Calla
         def alone(batch: dict[str, Tensor]) -> None:
             prompt, block = batch["prompt"].shape[1], trainer.args.block_length
             for slots_BN in (batch["y"], batch["answer"]):
-                logits = model.sequence_logits(*training._whole(batch, slots_BN), block)[:, prompt:]
+                logits = model.sequence_logits(*training.whole(batch, slots_BN), block)[:, prompt:]
                 logits.backward(torch.ones_like(logits))
             with torch.no_grad():
-                model.sequence_logits(*training._whole(batch, batch["y_star"]), block)
+                model.sequence_logits(*training.whole(batch, batch["y_star"]), block)
             model.hf.zero_grad()
 
         class Watch(TrainerCallback):
