@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cdlm import files, stages
-from cdlm.stages import Run
+from cdlm import files, runs, stages
+from cdlm.runs import Run
 
 VARIANTS = {
     "distillation only": ("distill_weight",),
@@ -67,7 +67,7 @@ def run(base: Run) -> str:
 
 def _make(run: Run, stage: str, title: str = "") -> None:
     """Run a stage that is not done; all processes have looked before the first of them writes, and do what the main one saw."""
-    if run.processes.agreed(partial(stages.is_done, run, stage)):
+    if run.processes.agreed(partial(runs.is_done, run, stage)):
         return
     if title:
         run.say(title)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cdlm import data, families, files, stages
+from cdlm import data, families, files, runs, stages
 from cdlm.evaluate import growth, overhead, report
 from cdlm.evaluate.run import BASES
 from cdlm.families.decoder import read_json
@@ -28,7 +28,7 @@ def parts_of(recipe: Recipe, redecides: bool = False) -> list[str]:
     attention and no overhead of revealing is there to be measured."""
     if redecides:
         return ["table"]
-    return [part for part in PARTS if part != "overhead" or recipe.train.objective in stages.BLOCKWISE]
+    return [part for part in PARTS if part != "overhead" or recipe.train.objective in runs.BLOCKWISE]
 
 
 def check(
@@ -53,11 +53,11 @@ def run(
     command: str | None = None, say: Callable[[str], None] = print,
 ) -> str:
     """Measure the parts, write them to out/bench, and return what is printed: the paper's table, and the findings as sentences."""
-    own = stages.Run(recipe, out, say=say, command=command)
+    own = runs.Run(recipe, out, say=say, command=command)
     if ("table" in parts or "overhead" in parts) and not (own.student / "request.json").is_file():
         raise ValueError(f"there is no student in {out}; run cdlm distill first (--parts growth needs none)")
     if "table" in parts or "overhead" in parts:
-        stages.is_done(own, "train")  # an error for another recipe's student
+        runs.is_done(own, "train")  # an error for another recipe's student
     folder = out / "bench"
     kept = {name: _read(folder / f"{name}.json", recipe) for name in ("growth", "overhead") if name not in parts}
     log = None
@@ -88,7 +88,7 @@ def _everything(recipe: Recipe, batches: list[int], redecides: bool) -> Recipe:
     """The recipe with every method that can be measured after its objective, each at its own values, thresholds at the recipe's alone."""
     e, objective = recipe.evaluate, recipe.train.objective
     methods = [*METHODS_OF[objective], *(BASELINES if objective in ("cdlm", "mdlm") else ())]
-    methods = [name for name in methods if (name in stages.REDECIDING_METHODS if redecides else name != "transformers_generate")]
+    methods = [name for name in methods if (name in runs.REDECIDING_METHODS if redecides else name != "transformers_generate")]
     if e.autoregressive is not None:
         methods.append(OTHER_MODEL)
     prompts = max(e.latency_prompts, *batches)
@@ -99,7 +99,7 @@ def _everything(recipe: Recipe, batches: list[int], redecides: bool) -> Recipe:
     ))  # fmt: skip
 
 
-def _growth(run: stages.Run, lengths: list[int], growing: dict[str, int]) -> dict[str, Any]:
+def _growth(run: runs.Run, lengths: list[int], growing: dict[str, int]) -> dict[str, Any]:
     r = run.recipe
     found = run.check_inputs(everything=False)
     if found.facts is None:
@@ -134,7 +134,7 @@ def _read(file: Path, recipe: Recipe) -> dict[str, Any] | None:
     return found
 
 
-def _overhead(run: stages.Run, scratch: Path) -> dict[str, Any]:
+def _overhead(run: runs.Run, scratch: Path) -> dict[str, Any]:
     """Of the student's decoding, and, after objective cdlm, of a few training steps on the run's trajectories (in a folder that the caller
     throws away)."""
     r = run.recipe

@@ -319,11 +319,11 @@ def _stages(args: argparse.Namespace) -> int:
 
     recipe = recipes.load(args.recipe, args.set)
     out = args.out or Path("runs") / recipe.name
-    from cdlm import plan, stages
+    from cdlm import plan, runs
 
-    run = stages.Run(recipe, out, say=_say, command=_typed(args))
+    run = runs.Run(recipe, out, say=_say, command=_typed(args))
     if args.command == "plan":
-        _say(plan.text(run, stages.stages_of(recipe), args.hardware, 1 if args.gpus is None else args.gpus))
+        _say(plan.text(run, runs.stages_of(recipe), args.hardware, 1 if args.gpus is None else args.gpus))
         return 0
     if args.gpus is not None and not args.dry_run:
         raise ValueError("--gpus belongs to a plan; it goes with --dry-run (accelerate launch starts the processes of a run)")
@@ -335,7 +335,7 @@ def _stages(args: argparse.Namespace) -> int:
         _say(plan.ablation(run, args.hardware))
         return 0
     if args.dry_run:
-        _say(plan.text(run, stages.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware, args.gpus))
+        _say(plan.text(run, runs.stages_of(recipe) if args.command == "distill" else [args.command], args.hardware, args.gpus))
         return 0
     processes.check_device(recipe.device)
     processes.check_checkpoints()
@@ -350,30 +350,30 @@ def _stages(args: argparse.Namespace) -> int:
         with _folder(out):
             run.say(ablate.run(run))
         return 0
-    wanted = stages.stages_of(recipe) if args.command == "distill" else [args.command]
+    wanted = runs.stages_of(recipe) if args.command == "distill" else [args.command]
     with _checked(run, wanted[0]):
         return _run(args, run, wanted)
 
 
 def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
     """The wanted stages, one after the other."""
-    from cdlm import stages
+    from cdlm import runs, stages
 
     out, began = run.out, time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
-        stages.is_done(run, stage)
+        runs.is_done(run, stage)
     if "train" in wanted:
         stages.refuse_links(run)
-    if "push" in wanted and not stages.is_done(run, "push"):
+    if "push" in wanted and not runs.is_done(run, "push"):
         from cdlm import hub
 
         hub.check_token()
     if run.processes.main:
         stages.remove_leftovers(run)
-        if "train" in wanted and stages.is_done(run, "train"):
+        if "train" in wanted and runs.is_done(run, "train"):
             stages.remove_checkpoints(run)
     for stage in wanted:
-        if run.processes.agreed(partial(stages.is_done, run, stage)):  # all have asked before the first of them writes
+        if run.processes.agreed(partial(runs.is_done, run, stage)):  # all have asked before the first of them writes
             run.say(f"{stage}: done already")
             continue
         start = time.monotonic()
@@ -388,9 +388,9 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
 
 
 def _require_done(run, stage: str) -> None:
-    from cdlm import stages
+    from cdlm import runs
 
-    if not stages.is_done(run, stage):
+    if not runs.is_done(run, stage):
         raise ValueError(f"process {run.processes.rank} does not see the result of {stage} in {run.out}; all processes need that folder")
 
 
@@ -433,13 +433,13 @@ def _quiet() -> None:
 
 def _require(run, stage: str) -> None:
     """A stage started alone needs the one before it."""
-    from cdlm import stages
+    from cdlm import runs
 
-    order = stages.stages_of(run.recipe)
+    order = runs.stages_of(run.recipe)
     if stage not in order:
         raise ValueError(f"this recipe has no {stage} stage; it has {', '.join(order)}")
     for before in order[: order.index(stage)]:
-        if not stages.is_done(run, before):
+        if not runs.is_done(run, before):
             raise ValueError(f"{stage} needs the result of {before}, which is not in {run.out}: run cdlm {before} (or distill) first")
 
 
@@ -546,7 +546,7 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from cdlm import bench, stages
+    from cdlm import bench, runs
     from cdlm import recipe as recipes
 
     if processes.launched() > 1:
@@ -555,7 +555,7 @@ def _bench(args: argparse.Namespace) -> int:
     growing = {"prompt_tokens": args.prompt_tokens, "repeats": args.repeats, "steps_per_block": args.steps_per_block}
     recipe = recipes.load(args.recipe, args.set)
     out = args.out or Path("runs") / recipe.name
-    redecides = stages.Run(recipe, out).redecides()
+    redecides = runs.Run(recipe, out).redecides()
     parts = args.parts or bench.parts_of(recipe, redecides)
     bench.check(recipe, parts, args.batches, args.lengths, growing, redecides)
     processes.check_device(recipe.device)
@@ -584,11 +584,11 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _push_run(args: argparse.Namespace) -> int:
     """What `cdlm push RECIPE` would send."""
-    from cdlm import hub, stages
+    from cdlm import hub, runs
     from cdlm import recipe as recipes
 
     recipe = recipes.load(args.recipe, args.set)
-    run = stages.Run(recipe, args.out or Path("runs") / recipe.name)
+    run = runs.Run(recipe, args.out or Path("runs") / recipe.name)
     _require(run, "push")
     assert recipe.push is not None
     _say(hub.listing(hub.pack(run.exported, recipe.push.repo_id, adapter_only=recipe.push.adapter_only), recipe.push.private))

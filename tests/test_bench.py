@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TINY, random_model, random_prompts
 
-from cdlm import bench, cli, families, files, recipe, stages
+from cdlm import bench, cli, families, files, recipe, runs, stages
 from cdlm.decode import DecodeConfig, decode
 from cdlm.evaluate import overhead
 from cdlm.evaluate.assisted import GenerateConfig, generate
@@ -118,7 +118,7 @@ def test_what_cannot_be_measured_is_one_line(done, tmp_path, capsys, flags, word
 
 def test_an_autoregressive_model_must_be_one_and_have_the_runs_tokenizer(done, tmp_path):
     def checked(folder) -> None:
-        run = stages.Run(recipe.load(done.recipe, [f"evaluate.autoregressive={folder}"]), tmp_path / "out", say=lambda text: None)
+        run = runs.Run(recipe.load(done.recipe, [f"evaluate.autoregressive={folder}"]), tmp_path / "out", say=lambda text: None)
         run.check_inputs()
 
     autoregressive_folder(tmp_path / "ar")
@@ -186,7 +186,7 @@ def test_a_broken_training_log_is_found_before_anything_is_measured(done, copy):
     log = copy / "log.jsonl"
     log.write_text(log.read_text()[:-5])
     said: list[str] = []
-    run = stages.Run(recipe.load(done.recipe), copy, say=said.append)
+    run = runs.Run(recipe.load(done.recipe), copy, say=said.append)
     before = {path: path.read_bytes() for path in copy.glob("*") if path.is_file()}
     with pytest.raises(ValueError, match=r"log\.jsonl is not what was written: .*remove .*log\.jsonl to go on without loss curves"):
         stages.evaluate(run)
@@ -215,7 +215,7 @@ def test_names_from_outside_are_plain_text_in_the_terminals_table(done, copy, ca
     """A task named like a closing tag of the terminal's markup is shown as it is; it ended in a traceback."""
     file = copy / "report.json"
     file.write_text(file.read_text().replace('"task": "copy"', '"task": "[/red]"'))
-    cli._print_table(stages.Run(recipe.load(done.recipe), copy, say=lambda text: None))
+    cli._print_table(runs.Run(recipe.load(done.recipe), copy, say=lambda text: None))
     assert "[/red]" in capsys.readouterr().out
 
 

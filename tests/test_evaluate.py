@@ -9,7 +9,7 @@ import torch
 from conftest import random_model
 from mini import finished
 
-from cdlm import ablate, recipe, stages
+from cdlm import ablate, recipe, runs
 from cdlm.data import Example
 from cdlm.decode import DecodeConfig
 from cdlm.evaluate import report, run
@@ -186,7 +186,7 @@ def test_summary_leaves_null_what_was_not_run():
 
 @pytest.fixture
 def base(tmp_path_factory, tmp_path):
-    return stages.Run(recipe.load(finished(tmp_path_factory).recipe), tmp_path / "out", say=lambda text: None)
+    return runs.Run(recipe.load(finished(tmp_path_factory).recipe), tmp_path / "out", say=lambda text: None)
 
 
 @pytest.mark.parametrize(("name", "weights"), [
@@ -213,20 +213,20 @@ def test_variants_have_folders_of_their_own(base):
 def test_ablate_refuses_a_loss_that_the_recipe_does_not_use(base, weight):
     unused = replace(base.recipe, train=replace(base.recipe.train, **{weight: 0.0}))
     with pytest.raises(ValueError, match=rf"train\.{weight} is 0"):
-        ablate.run(stages.Run(unused, base.out, say=base.say))
+        ablate.run(runs.Run(unused, base.out, say=base.say))
     assert not base.out.exists()
 
 
 def test_ablate_refuses_another_objective(base):
     other = replace(base.recipe, train=replace(base.recipe.train, objective="mdlm"))
     with pytest.raises(ValueError, match="objective cdlm"):
-        ablate.run(stages.Run(other, base.out, say=base.say))
+        ablate.run(runs.Run(other, base.out, say=base.say))
 
 
 def test_ablate_gives_one_line_a_variant_and_leaves_the_run_alone(tmp_path_factory, tmp_path):
     done = finished(tmp_path_factory)
     out = done.copy(tmp_path / "out")
-    text = ablate.run(stages.Run(recipe.load(done.recipe, ["train.steps=1", "evaluate.num_prompts=2"]), out, say=lambda text: None))
+    text = ablate.run(runs.Run(recipe.load(done.recipe, ["train.steps=1", "evaluate.num_prompts=2"]), out, say=lambda text: None))
     assert text + "\n" == (out / "ablation" / "ablation.md").read_text()
     lines = text.splitlines()[2:]
     assert [part.split("|")[1].strip() for part in lines] == list(ablate.VARIANTS)

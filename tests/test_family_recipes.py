@@ -203,7 +203,7 @@ def test_a_teacher_that_can_not_teach_is_refused_before_any_work(tmp_path, monke
 
 def test_token_ids_of_a_hub_model_are_read_beside_its_config(tmp_path, monkeypatch):
     """A recipe with a copy of the config; the model's own config.json, on the Hub, states no mask token, its tokenizer does."""
-    from cdlm import recipe, stages
+    from cdlm import recipe, runs
 
     mini.write(tmp_path)
     place = tmp_path / "hub"
@@ -215,7 +215,7 @@ def test_token_ids_of_a_hub_model_are_read_beside_its_config(tmp_path, monkeypat
     tokenizer(mask=159, eos=158).save_pretrained(place)
     (tmp_path / "copy.json").write_text(json.dumps(config))
     values = ["model=hub", "config=copy.json", "train.lora=null", "decode.block_length=8"]
-    run = stages.Run(recipe.load(tmp_path / "mini.yaml", values), tmp_path / "out")
-    monkeypatch.setattr(stages.Run, "here", lambda self: None)  # as before anything was downloaded
+    run = runs.Run(recipe.load(tmp_path / "mini.yaml", values), tmp_path / "out")
+    monkeypatch.setattr(runs.Run, "here", lambda self: None)  # as before anything was downloaded
     facts = run.check_inputs().facts
     assert (facts.mask_token_id, facts.block_length) == (159, 4)

@@ -16,7 +16,7 @@ FLOORS = {
     3: ("decode", "speculate", "data", "processes"),
     4: ("trajectories", "trainer"),
     5: ("evaluate", "hub", "exported", "importers", "canvases"),
-    6: ("recipe", "cli", "stages", "plan", "memory", "ablate", "bench", "trace", "verify"),
+    6: ("recipe", "cli", "runs", "methods", "stages", "plan", "memory", "ablate", "bench", "trace", "verify"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 
@@ -28,7 +28,7 @@ HIGHEST = {
     "decode": 2, "speculate": 2, "data": -1, "processes": -1,
     "trajectories": 3, "canvases": 4, "trainer": 3,
     "evaluate": 4, "hub": 3, "exported": -1, "importers": 4,
-    "recipe": 6, "cli": 6, "stages": 6, "plan": 6, "memory": 0, "ablate": 6, "bench": 6, "trace": 6, "verify": 6,
+    "recipe": 6, "cli": 6, "runs": 6, "methods": 6, "stages": 6, "plan": 6, "memory": 0, "ablate": 6, "bench": 6, "trace": 6, "verify": 6,
 }  # fmt: skip
 NEVER = {("trainer", "decode"), ("canvases", "trainer")}
 

@@ -9,7 +9,7 @@ from conftest import ROOT, TINY
 
 from cdlm import cli, plan, recipe, roofline
 from cdlm.families.shapes import SHAPES
-from cdlm.stages import Run
+from cdlm.runs import Run
 
 RECIPES = ROOT / "recipes"
 

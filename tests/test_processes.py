@@ -24,6 +24,7 @@ from two_processes import STOP, UNDER, broken, on_canvases
 
 from cdlm import ablate, cli, recipe, stages
 from cdlm.processes import Processes, Refused, check_device
+from cdlm.runs import Run
 from cdlm.trainer import AnswerNoise, CDLMConfig, CDLMTrainer, Collator, check_engine
 
 STEPS = 20
@@ -91,12 +92,12 @@ def runs(tmp_path_factory):
     broken(asked, out / "resumed", stored)
     shutil.copytree(out / "resumed", out / "sharded")
     for name, other in others.items():
-        stages.train(stages.Run(other, out / f"one-{name}", print, shared_trajectories=stored))
+        stages.train(Run(other, out / f"one-{name}", print, shared_trajectories=stored))
     broken(others["lora"], out / "lora", stored, step=2)
     done = launch(ROOT / "tests" / "two_processes.py", file, out, folder=folder)
     assert done.returncode == 0, done.stderr
     for name, one in (("broken", asked), ("gathered", asked), ("lora", others["lora"])):
-        stages.train(stages.Run(one, out / name, print, shared_trajectories=stored))
+        stages.train(Run(one, out / name, print, shared_trajectories=stored))
     return out, done.stdout
 
 
@@ -197,7 +198,7 @@ def test_two_processes_write_the_same_table(runs):
 def test_the_teacher_that_collected_is_gone_when_training_begins(tmp_path, monkeypatch):
     """Two models of 26 B parameters do not fit where one does."""
     recipe_file, loaded, alive = mini.write(tmp_path), [], []
-    load = stages.Run.load_teacher
+    load = Run.load_teacher
 
     def watched(run):
         model = load(run)
@@ -208,7 +209,7 @@ def test_the_teacher_that_collected_is_gone_when_training_begins(tmp_path, monke
         alive.extend(reference() for reference in loaded)
         raise ValueError("far enough")
 
-    monkeypatch.setattr(stages.Run, "load_teacher", watched)
+    monkeypatch.setattr(Run, "load_teacher", watched)
     monkeypatch.setattr(stages, "train", train)
     assert cli.main(["distill", str(recipe_file), "--out", str(tmp_path / "out"), "--set", "collect.num_prompts=1"]) == 2
     assert alive == [None]
@@ -374,9 +375,9 @@ def test_all_processes_come_to_every_stage_of_an_ablation(monkeypatch, tmp_path)
 
     for name in ("collect", "train", "evaluate"):
         monkeypatch.setattr(stages, name, stage(name))
-    monkeypatch.setattr(stages, "is_done", lambda run, stage: run.processes.rank == 1)  # the main one's word counts
-    monkeypatch.setattr(stages.Run, "check_inputs", lambda run: None)
-    found = together(monkeypatch, lambda group: ablate.run(stages.Run(asked, tmp_path / "out", lambda text: None, processes=group)))
+    monkeypatch.setattr("cdlm.runs.is_done", lambda run, stage: run.processes.rank == 1)  # the main one's word counts
+    monkeypatch.setattr(Run, "check_inputs", lambda run: None)
+    found = together(monkeypatch, lambda group: ablate.run(Run(asked, tmp_path / "out", lambda text: None, processes=group)))
     assert found[0] == found[1] and (tmp_path / "out" / "ablation" / "ablation.md").read_text() == found[0] + "\n"
     assert came[0] == came[1] and [name for name, _ in came[0]] == ["collect", *["train", "evaluate"] * 4]
 

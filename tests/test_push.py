@@ -21,7 +21,7 @@ from conftest import ROOT
 from fake_hub import TOKEN, FakeHub, Repository
 from mini import contents, finished, snapshot
 
-from cdlm import cli, families, hub, recipe, stages
+from cdlm import cli, families, hub, recipe, runs, stages
 from cdlm.data import prompt_ids
 from cdlm.decode import DecodeConfig
 from cdlm.decode import decode as generate
@@ -267,7 +267,7 @@ def test_the_cards_name_base_and_relation(exported):
 def test_results_on_a_benchmark_go_to_eval_results(done, tmp_path):
     out = done.copy(tmp_path / "out")
     shutil.rmtree(out / "export")
-    run = stages.Run(recipe.load(done.recipe, ["export.benchmark=someone/questions"]), out, say=lambda text: None)
+    run = runs.Run(recipe.load(done.recipe, ["export.benchmark=someone/questions"]), out, say=lambda text: None)
     stages.export(run)
     report = json.loads((out / "report.json").read_text())
     accuracy = {
@@ -438,7 +438,7 @@ def test_the_adapter_that_training_wrote_is_refused_for_its_base(done, capsys):
 def test_an_export_without_a_base_repository_has_an_adapter_that_is_not_pushed(done, tmp_path, capsys):
     out = done.copy(tmp_path / "out")
     shutil.rmtree(out / "export")
-    stages.export(stages.Run(recipe.load(done.recipe, ["export.base_model=null"]), out, say=lambda text: None))
+    stages.export(runs.Run(recipe.load(done.recipe, ["export.base_model=null"]), out, say=lambda text: None))
     assert cli.main(["push", str(out / "export"), "--repo-id", "me/adapter", "--adapter-only"]) == 2
     assert "names no base" in capsys.readouterr().err
     assert hub.pack(out / "export", "me/student").weights == ["model.safetensors"], "merged it can go"
@@ -564,11 +564,11 @@ def test_a_recipe_is_pushed_only_when_its_export_is_there(done, tmp_path, capsys
 
 def test_a_new_export_is_pushed_again(done, tmp_path):
     out = done.copy(tmp_path / "out")
-    run = stages.Run(recipe.load(done.recipe, ["push.repo_id=me/mini"]), out, say=lambda text: None)
-    (out / "push.request.json").write_text(json.dumps(stages.request_of(run, "push")))
-    assert stages.is_done(run, "push")
+    run = runs.Run(recipe.load(done.recipe, ["push.repo_id=me/mini"]), out, say=lambda text: None)
+    (out / "push.request.json").write_text(json.dumps(runs.request_of(run, "push")))
+    assert runs.is_done(run, "push")
     stages.export(run)
-    assert not stages.is_done(run, "push")
+    assert not runs.is_done(run, "push")
 
 
 @pytest.mark.parametrize(("change", "named"), [
@@ -589,8 +589,8 @@ def test_an_adapter_to_push_needs_a_base_repository(done):
 
 
 def test_a_recipe_without_push_has_four_stages(done):
-    assert stages.stages_of(recipe.load(done.recipe)) == ["collect", "train", "evaluate", "export"]
-    assert stages.stages_of(recipe.load(done.recipe, ["push.repo_id=me/mini"]))[-1] == "push"
+    assert runs.stages_of(recipe.load(done.recipe)) == ["collect", "train", "evaluate", "export"]
+    assert runs.stages_of(recipe.load(done.recipe, ["push.repo_id=me/mini"]))[-1] == "push"
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import yaml
 from conftest import TINY
 from rich.console import Console
 
-from cdlm import cli, data, families, hub, stages
+from cdlm import cli, data, families, hub, runs
 from cdlm.decode import DecodeConfig, decode, resolve
 from cdlm.evaluate.assisted import DiffusionGenerateConfig
 from cdlm.evaluate.run import Method, answers, first_tokens, reveals, score, seeds_of
@@ -245,7 +245,7 @@ RECIPE = {
     "collect": {"num_prompts": 3, "batch_size": 3, "shard_size": 3, "screen": {"drop": False}, "top_k": 8},
     "train": {"steps": 1, "batch_size": 2, "learning_rate": 0.001, "save_steps": 1, "logging_steps": 1},
     "evaluate": {
-        "methods": list(stages.REDECIDING_METHODS), "truncated_steps": [1], "entropy_bounds": [0.5],
+        "methods": list(runs.REDECIDING_METHODS), "truncated_steps": [1], "entropy_bounds": [0.5],
         "num_prompts": 2, "batch_size": 2, "latency_prompts": 1, "warmup_prompts": 0,
     },
     "export": {"license": "mit"},

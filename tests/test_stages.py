@@ -12,9 +12,9 @@ import yaml
 from conftest import TINY
 from mini import contents, finished, snapshot
 
-from cdlm import cli, data, families, recipe, stages, trajectories
+from cdlm import cli, data, families, methods, recipe, runs, stages, trajectories
 from cdlm.decode import DecodeConfig
-from cdlm.stages import Run
+from cdlm.runs import Run
 
 ROW_KEYS = {
     "task", "method", "parameter", "accuracy", "steps", "commit_forwards", "forwards", "output_tokens", "tpf", "latency_s", "tps", "batch",
@@ -55,7 +55,7 @@ def test_distill_from_nothing_writes_every_result(tmp_path_factory, adapter):
     assert not any("partial" in name for name in names)
     assert not (done.out / "checkpoints").exists()
     assert (done.out / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    for stage in stages.STAGES:
+    for stage in runs.STAGES:
         assert f"{stage}: done in" in done.printed
 
 
@@ -65,7 +65,7 @@ def test_a_second_call_does_nothing(full, tmp_path, capsys):
     assert cli.main(["distill", str(full.recipe), "--out", str(out)]) == 0
     assert snapshot(out) == before
     printed = capsys.readouterr().out
-    for stage in stages.STAGES:
+    for stage in runs.STAGES:
         assert f"{stage}: done already" in printed
 
 
@@ -90,7 +90,7 @@ def test_a_stage_alone_needs_the_one_before_it(full, tmp_path, capsys, stage, mi
 
 def test_stages_one_by_one_end_as_distill_does(full, tmp_path):
     out = tmp_path / "out"
-    for stage in stages.STAGES:
+    for stage in runs.STAGES:
         assert cli.main([stage, str(full.recipe), "--out", str(out)]) == 0
     one_by_one, at_once = contents(out), contents(full.out)
     assert set(one_by_one) == set(at_once)
@@ -152,7 +152,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 torch.manual_seed(0)
-from cdlm import recipe, stages
+from cdlm import recipe, runs, stages
 
 stage, path, out, when = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -179,7 +179,7 @@ if when.get("write") == "trainer_state":
     TrainerState.save_to_json = dying(TrainerState.save_to_json)
 
 out.mkdir(parents=True, exist_ok=True)
-getattr(stages, stage)(stages.Run(recipe.load(path), out, say))
+getattr(stages, stage)(runs.Run(recipe.load(path), out, say))
 """
 
 
@@ -197,7 +197,7 @@ def test_collect_killed_and_started_again_ends_with_the_same_bytes(full, tmp_pat
     out = tmp_path / "out"
     kill("collect", full, out, tmp_path, **when)
     assert sorted(contents(out / "trajectories")) == ["collection.json", *left]
-    assert not stages.is_done(run_of(full, out), "collect")
+    assert not runs.is_done(run_of(full, out), "collect")
     first = snapshot(out / "trajectories")["shard-00000.parquet"]
     stages.collect(run_of(full, out))
     assert contents(out / "trajectories") == contents(full.out / "trajectories")
@@ -268,9 +268,9 @@ def test_evaluate_killed_before_the_report_is_made_again(full, tmp_path, monkeyp
         patch.setattr(report, "plot", die)
         with pytest.raises(Killed):
             stages.evaluate(run_of(full, out))
-    assert not stages.is_done(run_of(full, out), "evaluate")
+    assert not runs.is_done(run_of(full, out), "evaluate")
     stages.evaluate(run_of(full, out))
-    assert stages.is_done(run_of(full, out), "evaluate")
+    assert runs.is_done(run_of(full, out), "evaluate")
     assert (out / "samples.jsonl").read_bytes() == (full.out / "samples.jsonl").read_bytes()
     assert untimed(json.loads((out / "report.json").read_text())) == untimed(json.loads((full.out / "report.json").read_text()))
 
@@ -296,7 +296,7 @@ def test_evaluate_killed_behind_the_report_still_ends_with_every_file(full, tmp_
         patch.setattr(report, "write", lambda *args: (write(*args), die()))
         with pytest.raises(Killed):
             stages.evaluate(run_of(full, out))
-    if not stages.is_done(run_of(full, out), "evaluate"):
+    if not runs.is_done(run_of(full, out), "evaluate"):
         stages.evaluate(run_of(full, out))
     assert (out / "samples.jsonl").read_bytes() == (full.out / "samples.jsonl").read_bytes()
 
@@ -309,7 +309,7 @@ def test_train_killed_before_its_log_still_ends_with_every_file(full, tmp_path, 
         patch.setattr(stages, "_note_log", die)
         with pytest.raises(Killed):
             stages.train(run_of(full, out))
-    if not stages.is_done(run_of(full, out), "train"):
+    if not runs.is_done(run_of(full, out), "train"):
         stages.train(run_of(full, out))
     assert (out / "log.jsonl").is_file()
     assert not (out / "checkpoints").exists()
@@ -320,7 +320,7 @@ def test_export_killed_between_removing_the_old_and_placing_the_new_folder(full,
     (out / "export").rename(out / ".export.old")
     shutil.copytree(out / ".export.old", out / ".export.partial")
     (out / ".export.partial" / "half").write_text("of another run")
-    assert not stages.is_done(run_of(full, out), "export")
+    assert not runs.is_done(run_of(full, out), "export")
     stages.export(run_of(full, out))
     assert contents(out) == contents(full.out)
 
@@ -426,7 +426,7 @@ def test_training_free_baselines_are_decodings_of_the_teacher(full, tmp_path):
     changes = ["evaluate.methods=[" + ", ".join(recipe.BASELINES) + "]", "evaluate.fixed=[3]", "evaluate.factors=[0.7]",
                "evaluate.entropy_bounds=[1.0]", "evaluate.thresholds=[0.3]",
                "evaluate.prompt_refresh=5", "evaluate.response_refresh=2"]  # fmt: skip
-    run = stages.Run(recipe.load(full.recipe, changes), out, say=lambda text: None)
+    run = runs.Run(recipe.load(full.recipe, changes), out, say=lambda text: None)
     run.check_inputs()
     stages.evaluate(run)
     found = json.loads((out / "report.json").read_text())
@@ -548,8 +548,8 @@ def test_an_mdlm_recipe_has_no_collect_stage_and_exports_a_teacher(full, tmp_pat
 
 def test_latency_prompts_are_taken_from_the_groups_in_turn():
     rows = [data.Example(i, group, "", "", [3], [4]) for i, group in enumerate("aaaabbc")]
-    assert [e.index for e in stages._spread(rows, 5)] == [0, 4, 6, 1, 5]
-    assert [e.index for e in stages._spread(rows, 99)] == [0, 4, 6, 1, 5, 2, 3]
+    assert [e.index for e in methods.spread(rows, 5)] == [0, 4, 6, 1, 5]
+    assert [e.index for e in methods.spread(rows, 99)] == [0, 4, 6, 1, 5, 2, 3]
 
 
 def test_a_student_killed_before_it_was_placed_is_not_trained_one_step_more(full, tmp_path, monkeypatch):
@@ -596,9 +596,9 @@ def test_a_shard_that_lost_its_hidden_rows_is_made_again(full, tmp_path):
 
 def test_trajectories_do_not_depend_on_the_test_questions(full, tmp_path):
     run = run_of(full, full.out, f"data.test={full.recipe.parent / 'train.jsonl'}")
-    assert stages.is_done(run, "collect") and stages.is_done(run, "train")
+    assert runs.is_done(run, "collect") and runs.is_done(run, "train")
     with pytest.raises(ValueError, match="test: "):
-        stages.is_done(run, "evaluate")
+        runs.is_done(run, "evaluate")
 
 
 def test_an_autoregressive_model_becomes_a_block_diffusion_model(full, tmp_path):

@@ -9,7 +9,7 @@ import torch
 import yaml
 from conftest import TINY, random_model, random_prompts
 
-from cdlm import cli, families, hub, masks, roofline, stages
+from cdlm import cli, families, hub, masks, roofline, runs
 from cdlm import recipe as recipes
 from cdlm.decode import DecodeConfig, decode
 from cdlm.evaluate import speculation
@@ -142,8 +142,8 @@ def test_what_a_run_drafts_with_is_what_the_recipe_says(tmp_path):
     for stated, wanted in ((None, K), (3, 3), ("auto", most)):
         text = "null" if stated is None else stated
         recipe = recipes.load(path, [f"decode.proposals={text}", "hardware=A100"])
-        assert stages.proposals_of(recipe, model.hf.config) == wanted
-        assert (stages.slow_proposals(recipe, model.hf.config) is None) == (most >= 1)
+        assert runs.proposals_of(recipe, model.hf.config) == wanted
+        assert (runs.slow_proposals(recipe, model.hf.config) is None) == (most >= 1)
     assert most >= 1
 
 

@@ -20,7 +20,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
-from cdlm import cli, losses, processes, recipe, stages
+from cdlm import cli, losses, processes, recipe, runs, stages
 from cdlm.trainer import CanvasNoise, CanvasStates
 
 STOP, VOCAB = 9, 58
@@ -56,7 +56,7 @@ def broken(
     asked: recipe.Recipe, out: Path, trajectories: Path, group: processes.Processes = processes.ALONE, step: int = STOP
 ) -> None:
     """Train up to a step and leave its checkpoint."""
-    run = stages.Run(asked, out, silent, shared_trajectories=trajectories, processes=group)
+    run = runs.Run(asked, out, silent, shared_trajectories=trajectories, processes=group)
     try:
         stages.train(run, watch=lambda trainer: Stop(step))
     except Stopped:
@@ -95,7 +95,7 @@ def main() -> None:
     def students(engine: str) -> None:
         for name in UNDER[engine]:
             other = recipe.load(file.parent / f"{name}.yaml")
-            stages.train(stages.Run(other, out / f"{engine}-{name}", silent, shared_trajectories=stored, processes=group))
+            stages.train(runs.Run(other, out / f"{engine}-{name}", silent, shared_trajectories=stored, processes=group))
 
     code = cli.main(["distill", str(file), "--out", str(out / "ddp")])
     if code:
@@ -103,7 +103,7 @@ def main() -> None:
     group, asked, stored = processes.start("cpu"), recipe.load(file), out / "ddp" / "trajectories"
     losses.CHUNK_VALUES = 4 * VOCAB  # from here on every loss is taken in several chunks, computed again in the backward
     broken(asked, out / "broken", stored, group)
-    stages.train(stages.Run(asked, out / "resumed", silent, shared_trajectories=stored, processes=group))
+    stages.train(runs.Run(asked, out / "resumed", silent, shared_trajectories=stored, processes=group))
     students("ddp")
     canvases = on_canvases(out / "canvases", group)
     if group.main:
@@ -114,7 +114,7 @@ def main() -> None:
         shutil.copytree(out / "fsdp", out / "gathered")
     group.wait()
     for name in ("fsdp", "sharded"):
-        stages.train(stages.Run(asked, out / name, silent, shared_trajectories=stored, processes=group))
+        stages.train(runs.Run(asked, out / name, silent, shared_trajectories=stored, processes=group))
     broken(recipe.load(file.parent / "lora.yaml"), out / "lora", stored, group, 4)
     students("fsdp")
 
