@@ -41,13 +41,15 @@ def run(base: Run) -> str:
     check(base)
     with base.processes.main_first():
         base.check_inputs()
+    for name in VARIANTS:
+        base.processes.agreed(partial(stages.check_training, variant(base, name)))
     base.out.mkdir(parents=True, exist_ok=True)
     if base.recipe.trajectories is None:
         _make(base, "collect")
     lines = ["| losses | weights (distill, consistency, dlm) | accuracy | steps | TPF |", "|---|---|---:|---:|---:|"]
     for name in VARIANTS:
         part = variant(base, name)
-        part._sound |= base._sound & {"collect"}
+        part.sound |= base.sound & {"collect"}
         part.out.mkdir(parents=True, exist_ok=True)
         if part.processes.main:
             stages.remove_leftovers(part)

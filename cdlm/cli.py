@@ -361,9 +361,9 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
 
     out, began = run.out, time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
-        runs.is_done(run, stage)
+        run.processes.agreed(partial(runs.is_done, run, stage))
     if "train" in wanted:
-        stages.refuse_links(run)
+        run.processes.agreed(partial(stages.check_training, run))
     if "push" in wanted and not runs.is_done(run, "push"):
         from cdlm import hub
 

@@ -479,7 +479,7 @@ def entropies(logits_ASV: Tensor, slots: int = 32) -> Tensor:
     """Entropy of each slot's softmax in nats, [A, S], as transformers computes it; `slots` slots at a time, since it takes three copies."""
     found = []
     for part_AsV in logits_ASV.split(slots, dim=1):
-        log_AsV = part_AsV - part_AsV.logsumexp(dim=-1, keepdim=True)
+        log_AsV = (part_AsV - part_AsV.logsumexp(dim=-1, keepdim=True)).clamp(min=torch.finfo(part_AsV.dtype).min)
         found.append(-(log_AsV * log_AsV.softmax(dim=-1)).sum(dim=-1))
     return torch.cat(found, dim=1)
 

@@ -16,9 +16,9 @@ import torch
 from cdlm import ablate, data, families, memory, roofline
 from cdlm.canvases import step_bytes
 from cdlm.decode import slots
+from cdlm.processes import deal_rows
 from cdlm.recipe import Recipe
 from cdlm.runs import OF_A_MODEL, STAGES, Run, is_done, proposals_of, slow_proposals, stages_of
-from cdlm.stages import deal_rows
 from cdlm.trajectories import hidden_bytes, read_manifest, teacher_decoding
 
 # Share of the bound that a run reaches: kernels reach 75 to 90 % of it, and between them an eager loop waits for launches, for the host

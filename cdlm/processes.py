@@ -1,10 +1,11 @@
-"""Which of several processes this is, and what they tell each other. `accelerate launch` (or torchrun) starts them, on one machine or on
-several; accelerate's PartialState makes the process group, so nothing here knows a backend.
+"""Which of several processes this is, what they share, and what they tell each other. `accelerate launch` (or torchrun) starts them, on one
+machine or on several; accelerate's PartialState makes the process group. What the launcher asks for and can't be had is refused here.
 
 Knows no stage: who does what of a stage stands in the stage. All processes must see the same folders.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,11 +78,29 @@ class Processes:
         except Exception as refused:  # the others are waiting for an answer, whatever it was
             error = refused
         told = self.gather([(answers, "" if error is None else str(error) or type(error).__name__)])
+        refused_by = [rank for rank, (_, words) in enumerate(told) if words]
+        if refused_by and refused_by[0] != self.rank:
+            raise Refused(told[refused_by[0]][1])
         if error is not None:
             raise error
-        if words := next((words for _, words in told if words), ""):
-            raise Refused(words)
         return told[0][0][0]
+
+
+def deal_rows(batch_size: int, accumulation: int, processes: int) -> tuple[int, int]:
+    """Rows of a forward and forwards of a step for each of some processes, which share the rows of one process' step.
+
+    Forwards are dealt out whole where that is possible: then every process takes some of the very batches of one process. Else each of
+    those is split into equal parts, the largest that fit, so that rows that stand together stay so.
+    """
+    rows = batch_size * accumulation
+    if rows % processes:
+        raise ValueError(
+            f"a step has train.batch_size {batch_size} x train.accumulation {accumulation} = {rows} rows, which {processes} processes "
+            f"can't share evenly; numbers that can: {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
+        )
+    each = rows // processes
+    size = math.gcd(batch_size, each)
+    return size, each // size
 
 
 ALONE = Processes()
@@ -130,6 +149,21 @@ def check_checkpoints() -> None:
     kind = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")  # accelerate's default under FSDP2
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FULL_STATE_DICT":
         raise _error(f"fsdp_state_dict_type is {kind}; it must be FULL_STATE_DICT: others keep a pickle, which is never read")
+
+
+def check_engine(device: str, *, shares_layers: bool) -> None:
+    """A ValueError where the launcher asks for an engine that can't train: one that shards, on CPUs, for which accelerate has none, or a
+    model whose parts share their layers (shares_layers)."""
+    for name, variable in {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}.items():
+        if os.environ.get(variable, "false").lower() != "true":
+            continue
+        if device == "cpu" and "ACCELERATE_TORCH_DEVICE" not in os.environ:
+            raise ValueError(f"accelerate was asked for {name}, which it does not run on this device ({device}); take DDP")
+        if shares_layers:
+            raise ValueError(
+                f"accelerate was asked for {name}, which shards layers; this model's encoder and decoder share theirs, and a batch decides "
+                "how many forwards there are: take DDP"
+            )
 
 
 def _error(words: str) -> ValueError:

@@ -82,10 +82,10 @@ class Run:
     shared_trajectories: Path | None = None
     command: str | None = None  # what the user typed, for the report
     processes: Processes = ALONE
-    _hub: dict[str, tuple[Any, data.HubData]] = field(default_factory=dict, repr=False)
-    _examples: dict[tuple[str, int | None], list[data.Example]] = field(default_factory=dict, repr=False)
-    _hashes: trajectories.Hashes = field(default_factory=trajectories.Hashes, repr=False)
-    _sound: set[str] = field(default_factory=set, repr=False)  # stages whose files were compared with their checksums, or just written
+    sound: set[str] = field(default_factory=set, init=False, repr=False)  # stages whose files were compared or written
+    _hub: dict[str, tuple[Any, data.HubData]] = field(default_factory=dict, init=False, repr=False)
+    _examples: dict[tuple[str, int | None], list[data.Example]] = field(default_factory=dict, init=False, repr=False)
+    _hashes: trajectories.Hashes = field(default_factory=trajectories.Hashes, init=False, repr=False)
 
     @property
     def trajectories(self) -> Path:
@@ -110,13 +110,13 @@ class Run:
     def require_sound(self, stage: str) -> None:
         """A ValueError unless what a finished stage wrote is still that. Its files are read once a run."""
         sums = self.sums(stage)
-        if stage not in self._sound and sums is not None:
+        if stage not in self.sound and sums is not None:
             files.require_sound(sums, f"{self.out / 'report.json'}" if stage == "evaluate" else str(sums.parent))
             if stage == "train":
-                self._require_sound_log()
-        self._sound.add(stage)
+                self.require_sound_log()
+        self.sound.add(stage)
 
-    def _require_sound_log(self) -> None:
+    def require_sound_log(self) -> None:
         """A ValueError unless log.jsonl, where it was not removed, is what training wrote. The run of an older version has no checksum of
         it before its report is finished; then the report's is the one."""
         log, sums, report_sums = self.out / "log.jsonl", self.out / LOG_SUMS, self.out / REPORT_SUMS
@@ -530,7 +530,7 @@ def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
     if note.name in NOTE_SUMS and files.is_there(own := run.out / NOTE_SUMS[note.name]):  # of an older version there is none
         _require_stated(own, f"remove {last.parent if stage == 'export' else last} to make it again")
     trajectories.compare(note, request_of(run, stage), last if stage in ("evaluate", "push") else last.parent)
-    return not sound or stage in run._sound or _is_sound(run, stage)
+    return not sound or stage in run.sound or _is_sound(run, stage)
 
 
 def _is_sound(run: Run, stage: str) -> bool:

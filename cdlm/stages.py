@@ -11,7 +11,6 @@ alone writes what there is one of, and none leaves a stage before its result is 
 """
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +28,9 @@ from cdlm.families import adapter as adapters
 from cdlm.families import native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
+from cdlm.processes import check_engine, deal_rows
 from cdlm.recipe import Recipe
-from cdlm.runs import OF_A_MODEL, Run, leave_note, proposals_of, request_of, shape_of, slow_proposals
+from cdlm.runs import OF_A_MODEL, Run, is_done, leave_note, proposals_of, request_of, shape_of, slow_proposals
 from cdlm.verify import LOG_SUMS, NOTE_SUMS
 
 PUSHED = ("push.request.json", NOTE_SUMS["push.request.json"])
@@ -41,36 +41,40 @@ PUSHED = ("push.request.json", NOTE_SUMS["push.request.json"])
 
 def collect(run: Run) -> None:
     """The teacher decodes the prompts; see trajectories.py."""
-    r, c = run.recipe, run.recipe.collect
+    c = run.recipe.collect
     if c is None:
         raise ValueError("this recipe has no collect section: its objective trains on answers, not on trajectories")
     model = run.load_teacher()
     tokenizer = run.tokenizer(model.facts)
     examples = run.examples(tokenizer, "prompts", c.num_prompts)
-    if model.redecides:
-        _collect_canvases(run, model, tokenizer, examples)
-        return
+    manifest = (_collect_canvases if model.redecides else _collect_revealed)(run, model, tokenizer, examples)
+    if run.processes.count == 1:  # of several each wrote a part
+        run.sound.add("collect")
+    run.say(
+        f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}; "
+        f"{manifest['bytes']:,} bytes"
+    )
+
+
+def _collect_revealed(run: Run, model: DiffusionLM, tokenizer: Any, examples: list[data.Example]) -> dict[str, Any]:
+    """Trajectories of a teacher that fills a slot once; their manifest."""
+    r, c = run.recipe, run.recipe.collect
+    assert c is not None
     count = len(examples) * len(c.temperatures)
     width = slots(model.facts, r.decode.max_new_tokens, r.decode.block_length)
     size = trajectories.hidden_bytes(count, width, model.hidden_size)
-    there = sum(file.stat().st_size for file in run.trajectories.glob("shard-*.safetensors"))
     run.say(f"collect: {count} trajectories, {size / 2**20:.1f} MiB of hidden rows, into {run.trajectories}")
-    free = shutil.disk_usage(run.out).free
-    if size - there > free:
-        raise ValueError(f"collect needs {(size - there) / 2**30:.1f} GiB for hidden rows; {run.out} has {free / 2**30:.1f} GiB free")
-    manifest = trajectories.collect(
+    _require_room(run, size, "hidden rows")
+    return trajectories.collect(
         model, examples, run.trajectories, right=lambda example, ids: example.is_right(tokenizer.decode(ids)),
         config=changed(run.decode_config(), stop_at_eos=c.stop_at_eos),
         temperatures=c.temperatures, batch_size=c.batch_size, shard_size=c.shard_size,
         seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)), request=request_of(run, "collect"), say=run.say,
         processes=run.processes,
     )
-    if run.processes.count == 1:  # of several each wrote a part
-        run._sound.add("collect")
-    run.say(f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}")
 
 
-def _collect_canvases(run: Run, model: DiffusionLM, tokenizer: Any, examples: list[data.Example]) -> None:
+def _collect_canvases(run: Run, model: DiffusionLM, tokenizer: Any, examples: list[data.Example]) -> dict[str, Any]:
     """The same of a teacher that decides every slot at every step; see canvases.py."""
     r, c = run.recipe, run.recipe.collect
     assert c is not None
@@ -81,20 +85,20 @@ def _collect_canvases(run: Run, model: DiffusionLM, tokenizer: Any, examples: li
         f"collect: {len(examples)} trajectories of up to {config.blocks} canvases and {config.max_denoising_steps} steps a canvas, "
         f"{min(c.top_k, model.vocab)} logits a slot, {size:,} bytes a step ({most / 2**20:.1f} MiB at most), into {run.trajectories}"
     )
-    free = shutil.disk_usage(run.out).free
-    if most > free:
-        raise ValueError(f"collect needs up to {most / 2**30:.1f} GiB for logits; {run.out} has {free / 2**30:.1f} GiB free")
-    manifest = canvases.collect(
+    _require_room(run, most, "logits, at most")
+    return canvases.collect(
         model, examples, run.trajectories, right=lambda example, ids: example.is_right(tokenizer.decode(ids)), config=config, top_k=c.top_k,
         batch_size=c.batch_size, shard_size=c.shard_size, seed=r.seed, screen=trajectories.Screen(**asdict(c.screen)),
         request=request_of(run, "collect"), say=run.say, processes=run.processes,
     )
-    if run.processes.count == 1:  # of several each wrote a part
-        run._sound.add("collect")
-    run.say(
-        f"collect: {manifest['kept']} of {manifest['trajectories']} trajectories kept; screened: {manifest['screened'] or 'none'}; "
-        f"{manifest['bytes']:,} bytes"
-    )
+
+
+def _require_room(run: Run, size: int, what: str) -> None:
+    """A ValueError where the disk has no room for what the shards' tensors will take beside what is there of them."""
+    there = sum(file.stat().st_size for file in run.trajectories.glob("shard-*.safetensors"))
+    free = shutil.disk_usage(run.out).free
+    if size - there > free:
+        raise ValueError(f"collect needs {(size - there) / 2**30:.1f} GiB for {what}; {run.out} has {free / 2**30:.1f} GiB free")
 
 
 # ---- train -----------------------------------------------------------------------------------------------------------
@@ -226,28 +230,11 @@ def _last_checkpoint(checkpoints: Path, engine: str) -> str | None:
     """The checkpoint to go on from, which this engine can read."""
     from transformers.trainer_utils import get_last_checkpoint
 
-    from cdlm.trainer import check_engine
+    from cdlm.trainer import check_engine as check_checkpoint
 
     if (last := get_last_checkpoint(str(checkpoints))) is not None:
-        check_engine(Path(last), engine)
+        check_checkpoint(Path(last), engine)
     return last
-
-
-def deal_rows(batch_size: int, accumulation: int, processes: int) -> tuple[int, int]:
-    """Rows of a forward and forwards of a step for each of some processes, which share the rows of one process' step.
-
-    Forwards are dealt out whole where that is possible: then every process takes some of the very batches of one process. Else each of
-    those is split into equal parts, the largest that fit, so that rows that stand together stay so.
-    """
-    rows = batch_size * accumulation
-    if rows % processes:
-        raise ValueError(
-            f"a step has train.batch_size {batch_size} x train.accumulation {accumulation} = {rows} rows, which {processes} processes "
-            f"can't share evenly; numbers that can: {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
-        )
-    each = rows // processes
-    size = math.gcd(batch_size, each)
-    return size, each // size
 
 
 def _frozen_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -280,7 +267,7 @@ def _progress(run: Run, steps: int) -> Any:
 def read_log(run: Run) -> list[dict[str, Any]]:
     """What training noted, for the curves of a report; a ValueError where that is not what was written, or names a line that is none."""
     file, out = run.out / "log.jsonl", []
-    run._require_sound_log()
+    run.require_sound_log()
     for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], start=1):
         try:
             out.append(dict(json.loads(line)))
@@ -293,6 +280,16 @@ def _note_log(run: Run, history: list[dict[str, Any]]) -> None:
     text = "".join(json.dumps(line) + "\n" for line in history)
     files.write_sums(run.out / LOG_SUMS, {"log.jsonl": text.encode()})
     files.write_text(run.out / "log.jsonl", text)
+
+
+def check_training(run: Run) -> None:
+    """What of a training that is to be done is refused before the first stage starts: links for checkpoints, a step that the processes
+    can't share, an engine that can't train this model here."""
+    refuse_links(run)
+    if not is_done(run, "train"):
+        t = run.recipe.train
+        deal_rows(t.batch_size, t.accumulation, run.processes.count)
+        check_engine(run.recipe.device, shares_layers=run.redecides())
 
 
 def refuse_links(run: Run) -> None:
@@ -345,7 +342,7 @@ def _save_student(
             model.hf.save_pretrained(partial, state_dict=state)
             families.save_tokenizer(tokenizer, partial)
         files.write_json(partial / "request.json", request)
-    run._sound.add("train")
+    run.sound.add("train")
 
 
 def trained_facts(recipe: Recipe, start: families.Facts) -> families.Facts:
@@ -464,7 +461,7 @@ def evaluate(run: Run, folder: Path | None = None, more: dict[str, Any] | None =
                 stream.write(json.dumps(line) + "\n")
     report.write(found, to, r.name, log)
     if folder is None:
-        run._sound.add("evaluate")
+        run.sound.add("evaluate")
     run.processes.wait()
     return found
 
@@ -540,7 +537,7 @@ def _export(run: Run) -> None:
         run.say(f"export: the folder is the adapter alone, not merged: {student.unmergeable}")
         with files.replacing_folder(run.exported) as folder:
             adapter(folder)
-        run._sound.add("export")
+        run.sound.add("export")
         run.say(f"export: {run.exported}")
         return
     hub.save(
@@ -550,7 +547,7 @@ def _export(run: Run) -> None:
         card=card(stock=student.masks_suffice),
         eval_results=results, adapter=adapter,
     )
-    run._sound.add("export")
+    run.sound.add("export")
     run.say(f"export: {run.exported}")
 
 

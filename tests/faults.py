@@ -1081,8 +1081,13 @@ def pickled_state(world: World, out: Path, name: str) -> str:
     from cdlm import files
 
     place, mark = _checkpointed(world, out), out.parent / "mark"
+    if name in ("optimizer.bin", "pytorch_model_fsdp.bin"):  # as if FSDP had written the checkpoint
+        import torch
+
+        (place / "optimizer.pt").rename(place / "optimizer.bin")
+        torch.save({}, place / "pytorch_model_fsdp.bin")
     _bomb(place / name, mark)
-    if name.startswith(("pytorch_model", "adapter_model")):
+    if name.startswith(("pytorch_model.bin", "adapter_model")):
         (place / "model.safetensors").unlink()
     files.seal(place)
     ended = world.distill(out)
@@ -1222,7 +1227,7 @@ def secrets(world: World, out: Path) -> str:
     return f"a secret is in {held}" if held else ""
 
 
-for _name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"):
+for _name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin", "optimizer.bin"):
     CASES[f"hostile / a pickle as {_name} of a checkpoint"] = lambda world, out, name=_name: pickled_state(world, out, name)
 def linked_checkpoints(world: World, out: Path, name: str) -> str:
     """Checkpoints that are links out of the run's folder are refused before any work, and what they lead to stays as it is."""

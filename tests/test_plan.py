@@ -290,3 +290,18 @@ def test_the_later_stages_in_a_header_are_planned_before_the_first_has_run(capsy
         assert f"decoding    {budget} tokens, 16 drafts and 5 proposals" in printed
     assert cli.main([*shlex.split(commands[0])[1:], "--dry-run", "--set", "decode.max_new_tokens=130032"]) == 2
     assert "131075 positions with the masks and drafts behind them" in capsys.readouterr().err
+
+
+def test_what_one_process_does_alone_takes_as_long_on_eight_devices():
+    found = [plan.Plan(Run(recipe.load(RECIPES / "dream-7b-instruct.yaml"), ROOT / "nowhere"), gpus=gpus) for gpus in (1, 8)]
+    shared, alone = ([plan.Work(10, 2, alone=on)] for on in (False, True))
+    one, eight = ([p.seconds(work, 512) for work in (shared, alone)] for p in found)
+    assert one[0] == one[1] == eight[1] == pytest.approx(8 * eight[0])
+
+
+def test_bytes_of_an_adapters_training_by_hand():
+    """An adapter and its Adam state, in two checkpoints at once, and the student. Seven targets in 28 layers: rank (in + out), rank 32, fp32."""
+    found = plan.Plan(Run(recipe.load(RECIPES / "dream-7b-instruct.yaml"), ROOT / "nowhere"))
+    wide, key, inner = 3584, 512, 18944
+    trained = 28 * 32 * (2 * (wide + wide) + 2 * (wide + key) + 3 * (wide + inner))
+    assert found.disk("train") == pytest.approx((2 * 3 + 1) * 4 * trained)

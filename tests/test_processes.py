@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import mini
 import pytest
+import test_trajectories
 import torch
 import yaml
 from accelerate.state import AcceleratorState
@@ -22,8 +24,9 @@ from conftest import ROOT, random_model
 from safetensors.torch import load_file
 from two_processes import STOP, UNDER, broken, on_canvases
 
-from cdlm import ablate, cli, recipe, stages
-from cdlm.processes import Processes, Refused, check_device
+from cdlm import ablate, cli, recipe, stages, trajectories
+from cdlm.processes import Processes, Refused, check_device, deal_rows
+from cdlm.processes import check_engine as check_launcher
 from cdlm.runs import Run
 from cdlm.trainer import AnswerNoise, CDLMConfig, CDLMTrainer, Collator, check_engine
 
@@ -339,6 +342,49 @@ def test_what_one_process_refuses_all_refuse(monkeypatch, where):
     assert type(found[where]) is OSError and type(found[1 - where]) is Refused
 
 
+def test_what_all_processes_refuse_the_first_says(monkeypatch):
+    def work(processes):
+        raise ValueError(f"of {processes.count} processes")
+
+    found = together(monkeypatch, lambda processes: processes.agreed(lambda: work(processes)), count=3)
+    assert [(type(error), str(error)) for error in found] == [(kind, "of 3 processes") for kind in (ValueError, Refused, Refused)]
+
+
+def test_each_shard_is_written_by_one_process(monkeypatch, tmp_path):
+    """Five shards, three processes: two, two and one."""
+    written = defaultdict(list)
+    write = trajectories.write_shard
+
+    def watched(folder, name, *more, **others):
+        written[threading.current_thread().name].append(name)
+        write(folder, name, *more, **others)
+
+    monkeypatch.setattr(trajectories, "write_shard", watched)
+    monkeypatch.setattr(Processes, "wait", lambda self: self.gather([None]))
+    together(monkeypatch, lambda group: test_trajectories.collect(tmp_path, shard_size=2, processes=group), count=3)
+    assert sorted(len(names) for names in written.values()) == [1, 2, 2]
+    assert sorted(name for names in written.values() for name in names) == [f"shard-{i:05d}" for i in range(5)]
+
+
+def test_a_step_that_can_not_be_shared_is_refused_before_any_stage(tmp_path):
+    """Unless training is done: then nobody has to share it."""
+    run = Run(recipe.load(mini.write(tmp_path)), tmp_path / "out", print, processes=Processes(0, 3))
+    with pytest.raises(ValueError, match="= 4 rows, which 3 processes can't share evenly"):
+        stages.check_training(run)
+
+
+@pytest.mark.parametrize("engine, name", [("FSDP", "ACCELERATE_USE_FSDP"), ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED")])
+def test_an_engine_that_can_not_train_here_is_refused_before_any_stage(tmp_path, monkeypatch, capsys, engine, name):
+    monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
+    assert cli.main(["distill", str(mini.write(tmp_path)), "--out", str(tmp_path / "out")]) == 2
+    assert f"accelerate was asked for {engine}, which it does not run on this device (cpu); take DDP" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=f"asked for {engine}, which shards layers; .* take DDP"):
+        check_launcher("cuda", shares_layers=True)
+    check_launcher("cuda", shares_layers=False)
+
+
 def test_all_do_what_the_main_process_saw(monkeypatch):
     """A folder of another machine may show a file later."""
     assert together(monkeypatch, lambda processes: processes.agreed(lambda: processes.rank), count=3) == [0, 0, 0]
@@ -399,14 +445,14 @@ def test_shares_are_disjoint_and_make_up_all(count):
 )
 def test_rows_of_a_step_are_dealt_out(asked, count, wanted):
     """(4, 3) in two: six rows each, in halves of fours: 3 x 2. (6, 5) in three: ten rows each, in thirds of sixes: 5 x 2."""
-    assert stages.deal_rows(*asked, count) == wanted
+    assert deal_rows(*asked, count) == wanted
     assert asked[0] % wanted[0] == 0
     assert wanted[0] * wanted[1] * count == asked[0] * asked[1]
 
 
 def test_rows_that_can_not_be_shared_are_refused():
     with pytest.raises(ValueError, match=r"2 x train.accumulation 2 = 4 rows, which 3 processes can't share evenly; .*: 1, 2, 4"):
-        stages.deal_rows(2, 2, 3)
+        deal_rows(2, 2, 3)
 
 
 def test_a_checkpoint_of_another_engine_is_refused(tmp_path):

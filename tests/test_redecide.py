@@ -11,7 +11,7 @@ from conftest import random_model, random_prompts
 from transformers import DiffusionGemmaGenerationConfig
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
-from cdlm.decode import DecodeConfig, changed, decode
+from cdlm.decode import DecodeConfig, changed, decode, entropies
 
 CANVAS, VOCAB = 8, 128
 ENDS = (2, 17, 40, 77, 99, 120)  # so many that rows end in different canvases
@@ -185,3 +185,10 @@ def test_a_logit_that_is_no_number_is_named():
     prompt, valid = random_prompts([4], vocab=VOCAB)
     with pytest.raises(FloatingPointError, match="a logit is not finite in block 0, step 0 of row 0:"):
         decode(broken, prompt, valid, CONFIG, seeds=[0])
+
+
+def test_entropies_are_those_of_torchs_distribution():
+    """A token that is ruled out adds nothing."""
+    logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)) * 4
+    logits[0, 1, :6] = -torch.inf
+    torch.testing.assert_close(entropies(logits, 2), torch.distributions.Categorical(logits=logits).entropy())

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import mini
 import pytest
@@ -149,6 +150,7 @@ def test_a_changed_value_on_half_a_collection_is_refused(full, tmp_path):
 KILLED = """
 import json, os, signal
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -689,3 +691,14 @@ def test_rows_are_grouped_by_the_recipes_batch_whatever_a_process_takes_of_it(tm
 
     stages.train(run, watch)
     assert groups == [(4, 2)]
+
+
+def test_what_is_collected_already_needs_no_room(full, tmp_path, monkeypatch):
+    """100 bytes more are asked than the disk has; 200 are there."""
+    run = runs.Run(recipe.load(full.recipe), tmp_path / "out", say=lambda text: None)
+    run.trajectories.mkdir(parents=True)
+    monkeypatch.setattr(stages.shutil, "disk_usage", lambda place: SimpleNamespace(free=2**30))
+    with pytest.raises(ValueError, match=r"collect needs 1\.0 GiB for logits; .* has 1\.0 GiB free"):
+        stages._require_room(run, 2**30 + 100, "logits")
+    (run.trajectories / "shard-00000.safetensors").write_bytes(bytes(200))
+    stages._require_room(run, 2**30 + 100, "logits")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from cdlm.data import Example
-from cdlm.stages import deal_rows
+from cdlm.processes import deal_rows
 from cdlm.trainer import AnswerNoise, CDLMConfig, CDLMTrainer, Collator, InGroup, LengthGrouped, Shuffled, WholeSteps, add_lora
 
 SEED = 3
@@ -25,7 +25,8 @@ def examples(count):
 
 def sampler(rows, batch_size, accumulation, *, by_length, in_groups=True):
     lengths = [(len(e.prompt_ids), len(e.answer_ids)) for e in rows]
-    order = LengthGrouped(lengths, batch_size, SEED) if by_length else Shuffled(len(rows), SEED)
+    used = len(rows) // (batch_size * accumulation) * (batch_size * accumulation)
+    order = LengthGrouped(lengths, batch_size, SEED, used=used) if by_length else Shuffled(len(rows), SEED)
     return WholeSteps(order, batch_size * accumulation, batch_size, in_groups=in_groups)
 
 
@@ -171,3 +172,13 @@ def test_dropout_is_of_the_step_and_the_rows(tmp_path):
     first = loss(0, batch)
     assert loss(0, batch) == first != loss(1, batch)
     assert loss(0, {**batch, "index": batch["index"] + 1}) != first
+
+
+def test_every_row_has_its_turn():
+    """Of 41 rows of 41 lengths 32 are used in an epoch, and not always the shorter ones: each of them in about 156 of 200 epochs."""
+    order = WholeSteps(LengthGrouped([(i, i) for i in range(41)], 16, SEED, used=32), 16, 16, in_groups=False)
+    seen = torch.zeros(41)
+    for epoch in range(200):
+        order.set_epoch(epoch)
+        seen[list(order)] += 1
+    assert int(seen.sum()) == 200 * 32 and 120 < int(seen.min()) and int(seen.max()) < 190  # 156 +- 5.9

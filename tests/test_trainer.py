@@ -17,6 +17,7 @@ from cdlm.trainer import (
     LengthGrouped,
     TrajectoryStates,
     add_lora,
+    cdlm_losses,
 )
 from cdlm.trajectories import Trajectories
 
@@ -90,8 +91,6 @@ def test_the_losses_are_those_of_the_states(folder, tmp_path):
     rows = [t.train_dataset[i] for i in range(4)]
     rows[0]["decoded"] = torch.tensor(BLOCK)  # as if the teacher had stopped after the first block
     batch = t.data_collator(rows)
-    from cdlm.trainer import cdlm_losses
-
     found = cdlm_losses(t, batch)
     distill, consistent, restore = 0.0, 0.0, 0.0
     for row in rows:
@@ -156,8 +155,6 @@ def test_states_of_a_teacher_that_revealed_several_slots_at_once(folder):
 
 def test_without_hidden_rows_equation_4_takes_the_trajectorys_tokens(folder, tmp_path):
     """By a loop over rows and slots: -log of the student's probability of the token that was revealed."""
-    from cdlm.trainer import cdlm_losses
-
     model = random_model()
     stored = [replace(Trajectories(folder)[i], hidden=None, confidence=None) for i in range(4)]
     t = trainer(folder, tmp_path, model, dataset=TrajectoryStates(stored, model, BLOCK, seed=0))
@@ -218,7 +215,7 @@ def test_draws_depend_on_seed_epoch_and_row_only(folder):
 
 
 class FullBudget(AnswerNoise):
-    """Every batch at the full budget, as the budget is drawn per batch and the two ways have other batches."""
+    """Every batch at the full budget, as the budget is drawn by groups of rows and the two ways have other groups."""
 
     def __getitem__(self, index):
         return {**super().__getitem__(index), "budget": 1.0}
@@ -361,12 +358,40 @@ def test_distillation_needs_a_teacher_head(folder, tmp_path):
 
 
 def test_the_target_of_equation_5_leaves_the_student_in_training_mode(folder, tmp_path):
-    from cdlm.trainer import cdlm_losses
-
     t = trainer(folder, tmp_path)
     t.diffusion.hf.train()
     cdlm_losses(t, t.data_collator([t.train_dataset[0]]))
     assert t.diffusion.hf.training
+
+
+def test_dropout_is_off_in_the_target_of_equation_5(folder, tmp_path):
+    """Adapters with dropout, on the head too: the student's rows have it, the rows at y* and their head do not."""
+    model = random_model()
+    torch.manual_seed(3)
+    peft_model = add_lora(model, rank=4, alpha=64, targets=["q_proj", "v_proj", "lm_head"], dropout=0.5)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    t = trainer(folder, tmp_path, model, peft_model=peft_model, distill_weight=0.0, dlm_weight=0.0, consistency_weight=1.0)
+    row = next(row for row in (t.train_dataset[i] for i in range(len(t.train_dataset))) if bool((row["y_star"] == 1).any()))
+    batch, prompt = t.data_collator([row]), len(row["prompt_ids"])
+    model.hf.train()
+    torch.manual_seed(7)
+    found = cdlm_losses(t, batch)["consistency"]
+    open_N = (row["y"] == 1) & (row["y_star"] == 1) & (torch.arange(BUDGET) < row["decoded"])
+    valid, length = torch.ones(1, prompt + BUDGET, dtype=torch.bool), torch.tensor([prompt])
+
+    def rows(slots):
+        ids = torch.cat([torch.tensor(row["prompt_ids"]), slots])[None]
+        return model.sequence_hidden(ids, valid, length, BLOCK)[0, prompt:][open_N]
+
+    torch.manual_seed(7)
+    student = model.head(rows(row["y"]))
+    model.hf.eval()
+    target = model.head(rows(row["y_star"]))
+    assert float(found) == pytest.approx(kl(target, student) / int(open_N.sum()), rel=1e-4)
+    assert float((target - model.head(rows(row["y_star"]))).abs().max()) == 0 and float(found) > 0.1
 
 
 def test_bf16_computes_forwards_in_bfloat16_and_losses_in_fp32(folder, tmp_path):

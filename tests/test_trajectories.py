@@ -284,3 +284,18 @@ def test_a_model_is_hashed_again_only_when_a_file_of_it_is_another(tmp_path, mon
     (tmp_path / "other").replace(tmp_path / "model.safetensors")  # the same size, and perhaps the same time
     assert len({first, second, hashes.of(tmp_path)}) == 3 and len(read) == 3
     assert hashes.of("user/name") == "user/name"
+
+
+def test_hidden_rows_are_read_one_trajectory_at_a_time(tmp_path, monkeypatch):
+    """Never the tensor of a shard."""
+    collect(tmp_path)
+    stored, asked = Trajectories(tmp_path), []
+    opened = stored.stored(0)
+
+    class OnlySlices:
+        def get_slice(self, name):
+            asked.append(name)
+            return opened.get_slice(name)
+
+    monkeypatch.setattr(stored, "stored", lambda shard: OnlySlices())
+    assert stored[1].hidden.shape == (BUDGET, 32) and asked == ["hidden"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ def plain_state(checkpoint: str | None) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n", 1)[0]
-        raise ValueError(f"{checkpoint} holds state that is more than tensors and plain values, and is not read: {reason}") from None
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's own words go on to say how to load it all the same
+        what = f" (it names {named[1]})" if named else ""
+        raise ValueError(
+            f"{checkpoint} holds state that is more than tensors and plain values{what}: it could run code, and is not read"
+        ) from None
 
 
 def written_by(checkpoint: Path) -> str:

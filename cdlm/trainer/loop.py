@@ -32,9 +32,8 @@ class CDLMTrainer(Trainer):
     Every loss is logged under its name, with its weight beside it. loss_is_scaled_for_ga is False: a loss is a mean over its
     micro-batch, and the Trainer divides by the number of micro-batches.
 
-    Under `accelerate launch` the Trainer's own engine (DDP, FSDP2, DeepSpeed) wraps the model, and a process gets every so-manieth
-    micro-batch of those that one process would take; with that many fewer micro-batches a step, or smaller ones, the steps are the same
-    ones. An engine
+    Under `accelerate launch` the Trainer's own engine (DDP, FSDP2, DeepSpeed) wraps the model, and the micro-batches that one process would
+    take go to the processes in turn; with that many fewer micro-batches a step, or smaller ones, the steps are the same ones. An engine
     gathers weights and reduces gradients around the forward of what it wraps, so all of an objective, its several forwards, the head and
     the losses, runs inside one call of the wrapped model. Checkpoints are written under all but DeepSpeed.
     """
@@ -90,12 +89,12 @@ class CDLMTrainer(Trainer):
         grouped = self.grouped or each
         if grouped % each:
             raise ValueError(f"a forward has {each} rows, which do not divide a group of {grouped}")
+        per_step = each * args.gradient_accumulation_steps * args.world_size
         order: Shuffled | LengthGrouped
         if self.lengths is None:
             order = Shuffled(len(rows), args.seed if args.data_seed is None else args.data_seed)
         else:
-            order = LengthGrouped(self.lengths, grouped, args.seed)
-        per_step = each * args.gradient_accumulation_steps * args.world_size
+            order = LengthGrouped(self.lengths, grouped, args.seed, used=len(rows) // per_step * per_step)
         sampler = WholeSteps(order, per_step, grouped, in_groups=isinstance(rows, AnswerNoise))
         self._epoch.listeners += (sampler,)
         return sampler

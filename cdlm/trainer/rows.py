@@ -311,10 +311,13 @@ class Collator:
 
 
 class LengthGrouped(Sampler[int]):
-    """A random order in which rows of similar length stand together: batches of a shuffled chunk, sorted, then shuffled."""
+    """A random order in which rows of similar length stand together: batches of a shuffled chunk, sorted, then shuffled.
 
-    def __init__(self, lengths: Sequence[tuple[int, int]], batch_size: int, seed: int, chunk: int = 16):
-        self.lengths, self.batch_size, self.seed, self.chunk, self.epoch = lengths, batch_size, seed, chunk, 0
+    used: how many rows an epoch gives (None: all); those that are left out are drawn before any is sorted, so that each has its turn.
+    """
+
+    def __init__(self, lengths: Sequence[tuple[int, int]], batch_size: int, seed: int, chunk: int = 16, used: int | None = None):
+        self.lengths, self.batch_size, self.seed, self.chunk, self.used, self.epoch = lengths, batch_size, seed, chunk, used, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -324,7 +327,7 @@ class LengthGrouped(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         draw = torch.Generator().manual_seed(data.sample_seed(self.seed, self.epoch))
-        order = torch.randperm(len(self.lengths), generator=draw).tolist()
+        order = torch.randperm(len(self.lengths), generator=draw).tolist()[: self.used]
         step = self.batch_size * self.chunk
         for begin in range(0, len(order), step):
             rows = sorted(order[begin : begin + step], key=lambda i: self.lengths[i])
