@@ -9,7 +9,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 .PHONY: setup distill teacher baseline-ar draft zaya diffusiongemma ablation eval bench results smoke kernels gpu-check test faults check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table. NPROC=8: in so many processes, one a GPU (on a machine
-# without one, on its cores), under an engine of recipes/accelerate/: ENGINE=ddp, fsdp2, zero3.
+# without one, on its cores, with ddp), under an engine of recipes/accelerate/: ENGINE=ddp, fsdp2, zero3 (needs: pip install deepspeed).
 NPROC ?= 1
 ENGINE ?= ddp
 LAUNCH = $(BIN)/accelerate launch --config_file recipes/accelerate/$(ENGINE).yaml --num_processes $(NPROC) --main_process_port 0 -m cdlm.cli

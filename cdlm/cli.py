@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from cdlm import files, processes, terminal
@@ -202,14 +203,22 @@ def _terminable() -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0; 2 after one line that says what was wrong with the input, with --debug below a traceback; 143 or 130 after one line
-    when SIGTERM or Ctrl-C ended it."""
+    when SIGTERM or Ctrl-C ended it. A fault of this package ends with a traceback, which is filtered as everything is that is printed."""
+    if arguments is None:  # this process is the command
+        sys.excepthook = _show
     try:
         with _terminable():
             return _main(arguments)
     except (_Terminated, KeyboardInterrupt) as ended:
         by, status = ("SIGTERM", 143) if isinstance(ended, _Terminated) else ("Ctrl-C", 130)
-        print(f"cdlm: ended by {by}; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        if processes.first():
+            print(f"cdlm: ended by {by}; what was finished is kept, and the same command goes on from there", file=sys.stderr)
         return status
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A traceback without secrets and control characters."""
+    print(terminal.line("".join(traceback.format_exception(kind, error, trace)).rstrip()), file=sys.stderr)
 
 
 def _main(arguments: list[str] | None) -> int:
@@ -235,6 +244,10 @@ def _main(arguments: list[str] | None) -> int:
         print(f"cdlm: error: {terminal.line(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
+        if processes.launched() > 1 and _is_of_another_process(error):
+            words = f"process {os.environ.get('RANK')} ends because another one did, whose error says why"
+            print(f"cdlm: error: {words}", file=sys.stderr)
+            return 2
         if not _is_out_of_memory(error):
             raise
         if args.debug:
@@ -245,6 +258,14 @@ def _main(arguments: list[str] | None) -> int:
             file=sys.stderr,
         )
         return 2
+
+
+def _is_of_another_process(error: Exception) -> bool:
+    """Whether this process was waiting for one that has ended; gloo says so in a plain RuntimeError."""
+    import torch.distributed
+
+    lost = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
+    return isinstance(error, torch.distributed.DistError) or any(words in str(error).lower() for words in lost)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -346,8 +367,10 @@ def _stages(args: argparse.Namespace) -> int:
     if args.command == "ablate":
         from cdlm import ablate
 
-        ablate.check(run)
-        with _folder(out):
+        with contextlib.ExitStack() as held:
+            with run.processes.main_first():
+                ablate.check(run)
+                held.enter_context(_folder(out))
             run.say(ablate.run(run))
         return 0
     wanted = runs.stages_of(recipe) if args.command == "distill" else [args.command]
@@ -456,11 +479,11 @@ def _print_table(run) -> None:
     console = Console(width=max(180, Console().width))
     own, drafted = found["summary"], found.get("speculation")
     shown = report.own_rows(found, found["results"])
-    table = Table(title=f"{escape(run.recipe.name)}: batch {found['results'][0]['batch']}, latency at batch 1")
+    table = Table(title=f"{escape(terminal.line(run.recipe.name))}: batch {found['results'][0]['batch']}, latency at batch 1")
     for i, name in enumerate(("task", *report.COLUMNS)):
         table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
     for row, cells in zip(shown, report.table(shown), strict=True):
-        table.add_row(escape(terminal.visible(row["task"])), *cells, style="bold" if row["task"] == "all" else None)
+        table.add_row(escape(terminal.line(row["task"])), *cells, style="bold" if row["task"] == "all" else None)
     console.print(table)
     for line in report.summary_lines(own) + (speculation.lines(drafted) if drafted else []):
         console.print(line, highlight=False, markup=False)

@@ -4,6 +4,7 @@ Text of a model or of a data set may hold control characters that move the curso
 turn the direction of what follows; an error of a library may hold an access token. Neither goes out.
 """
 
+import json
 import os
 import re
 import unicodedata
@@ -11,14 +12,15 @@ from collections.abc import Mapping
 from html import escape
 
 SECRET_NAME = re.compile(
-    r"PASSWORD|PASSWD|PASSPHRASE|(?:^|_)(?:TOKEN|SECRET|CREDENTIAL|APIKEY|KEY|PAT|AUTH)S?(?:$|_(?!PATH$|FILE$|DIR$|SOCK$))|._PWD$"
+    r"PASSWORD|PASSWD|PASSPHRASE|(?:^|_)(?:[A-Z]*(?:TOKEN|SECRET|APIKEY|PRIVATEKEY|ACCESSKEY)|CREDENTIAL|CRED|KEY|PAT|AUTH)S?\d*"
+    r"(?:$|_(?!PATH$|FILE$|DIR$|SOCK$))|._PWD$"
 )
 FORMS = (  # of access tokens and keys that are known by their first letters
     r"\bhf_[A-Za-z0-9]{30}[A-Za-z0-9]*|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{50}[A-Za-z0-9_]*"
     r"|\bglpat-[A-Za-z0-9_-]{20}|\bsk-[A-Za-z0-9]{32}[A-Za-z0-9]*"
     r"|\bsk-(?:proj|ant)-[A-Za-z0-9_-]{32}[A-Za-z0-9_-]*|\bAKIA[A-Z0-9]{16}\b"
 )
-ACCESS_TOKEN = re.compile(FORMS + r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+ACCESS_TOKEN = re.compile(FORMS + r"|(?<=://)(?:[^/\s:@]+:[^/\s@]+|[^/\s:@]{16}[^/\s:@]*)(?=@)")
 SECRET_BYTES = re.compile((FORMS + r"|-----BEGIN [A-Z ]*PRIVATE KEY-----").encode())  # what no file that is sent may hold
 HIDDEN = "[hidden]"
 
@@ -35,10 +37,15 @@ def _written(character: str) -> str:
 
 
 def secrets(environment: Mapping[str, str] | None = None) -> list[str]:
-    """The values of the environment's secrets, by their names; the longest first, for one may be a part of another. Values below eight
-    characters are none: they are words that a text may hold anyway."""
+    """The values of the environment's secrets, by their names, in all forms in which a text may hold them: as they are, written out as in
+    JSON and Python, on one line, and each line of several. The longest first, for one may be a part of another. Below eight characters
+    there are none: those are words that a text may hold anyway."""
     named = (os.environ if environment is None else environment).items()
-    return sorted({value for name, value in named if len(value) >= 8 and SECRET_NAME.search(name.upper())}, key=len, reverse=True)
+    found: set[str] = set()
+    for value in (value for name, value in named if SECRET_NAME.search(name.upper())):
+        found |= {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1], " ".join(value.split())}
+        found |= set(value.splitlines())
+    return sorted((form for form in found if len(form) >= 8), key=len, reverse=True)
 
 
 def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:

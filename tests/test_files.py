@@ -359,6 +359,8 @@ def test_secrets_are_hidden_by_name_and_by_form():
 @pytest.mark.parametrize("name, hidden", [
     ("PGPASSWORD", True), ("MYSQL_PWD", True), ("GITHUB_PAT", True), ("AWS_SECRET_ACCESS_KEY", True), ("NPM_AUTH", True),
     ("GPG_PASSPHRASE", True), ("wandb_api_key", True), ("REGISTRY_PASSWORD_PROD", True),
+    ("ACCESSTOKEN", True), ("apiToken", True), ("APIKEY1", True), ("AWS_CREDS", True), ("SIGNING_PRIVATEKEY", True),
+    ("TOKENIZERS_PARALLELISM", False),
     ("PWD", False), ("OLDPWD", False), ("SSH_AUTH_SOCK", False), ("PATH", False), ("MONKEY", False), ("XAUTHORITY", False),
 ])  # fmt: skip
 def test_names_of_secrets(name, hidden):
@@ -366,6 +368,15 @@ def test_names_of_secrets(name, hidden):
     shown = terminal.without_secrets("at correct-horse now", {name: "correct-horse"})
     assert shown == ("at [hidden] now" if hidden else "at correct-horse now")
     assert terminal.holds_secret(b"correct-horse", {name: "correct-horse"}) is hidden
+
+
+@pytest.mark.parametrize("value", ["back\\slash-it", "two lines\nof a key", "with\ta tab", "quo'te\"d and é"])
+def test_a_secret_is_found_however_it_is_written_out(value):
+    """As Python and JSON write it, and where lines are folded."""
+    for shown in (value, repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False), " ".join(value.split())):
+        assert not any(part in terminal.without_secrets(shown, {"A_TOKEN": value}) for part in (value, shown.strip("'\"")))
+        assert terminal.holds_secret(shown.encode(), {"A_TOKEN": value})
+    assert terminal.without_secrets(f"https://{'a' * 20}@host/x", {}) == "https://[hidden]@host/x"
 
 
 def test_a_secret_that_begins_another_leaves_nothing_of_it():

@@ -2,6 +2,7 @@
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from conftest import ROOT, random_model
 from safetensors.torch import load_file
 from two_processes import STOP, UNDER, broken, on_canvases
 
-from cdlm import ablate, cli, recipe, stages, trajectories
+from cdlm import ablate, cli, files, recipe, stages, trajectories
 from cdlm.processes import Processes, Refused, check_device, deal_rows
 from cdlm.processes import check_engine as check_launcher
 from cdlm.runs import Run
@@ -280,6 +281,50 @@ def test_one_gpu_for_two_processes_is_refused_once(monkeypatch, capsys, tmp_path
     assert cli.main([command, *arguments]) == 2
     said = capsys.readouterr().err
     assert said.count("one GPU for the 2 processes of this machine") == (1 if rank == 0 else 0) and not (tmp_path / "out").exists()
+
+
+def each(monkeypatch, arguments):
+    """The statuses of a command in two processes, which are threads here."""
+    local = threading.local()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("cdlm.processes.start", lambda device: local.group)
+    monkeypatch.setattr("cdlm.processes.first", lambda: getattr(local, "group", Processes()).rank == 0)
+    monkeypatch.setattr("cdlm.cli._alone_in", lambda out: files.locked(out) if local.group.main else contextlib.nullcontext())
+
+    def one(group):
+        local.group = group
+        return cli.main(arguments)
+
+    return together(monkeypatch, one)
+
+
+@pytest.mark.parametrize("command", ["eval", "ablate"])
+def test_a_place_in_use_is_refused_in_all_processes(monkeypatch, capsys, tmp_path, command):
+    """None waits for the one that found the lock; the main one says it."""
+    out = tmp_path / "out"
+    if command == "eval":
+        arguments = ["eval", "nowhere", "--tasks", "small_world", "--output_path", str(out)]
+        lock = files.locked_place(out / "finished.jsonl")
+    else:
+        out.mkdir()
+        arguments, lock = ["ablate", str(mini.write(tmp_path)), "--out", str(out)], files.locked(out)
+    with lock:
+        assert each(monkeypatch, arguments) == [2, 2]
+    assert capsys.readouterr().err.count(" is in use by ") == 1
+
+
+@pytest.mark.parametrize("words", ["[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer", "Connection closed by peer"])
+def test_a_process_that_lost_another_ends_in_one_line(monkeypatch, capsys, tmp_path, words):
+    def lost(args):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(cli, "_stages", lost)
+    with pytest.raises(RuntimeError):
+        cli.main(["distill", "x.yaml"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["distill", "x.yaml"]) == 2
+    assert capsys.readouterr().err == "cdlm: error: process 1 ends because another one did, whose error says why\n"
 
 
 def test_fsdp_in_shares_is_refused_before_any_work(monkeypatch, capsys, tmp_path):

@@ -24,7 +24,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
-from cdlm import files, terminal
+from cdlm import files, processes, terminal
 from cdlm.evaluate.harness import CDLM, add_costs
 
 TASKS = Path(__file__).parents[2] / "eval" / "tasks"
@@ -192,8 +192,13 @@ def run(model: str, arguments: list[str], say: Callable[[str], None] = print) ->
     cfg = configured(model, arguments)
     manager = find_tasks(cfg)
     kept = cfg.model_args.get("resume") or beside(cfg.output_path)
-    first = os.environ.get("RANK", "0") == "0"
-    with files.locked_place(Path(kept)) if kept and first else contextlib.nullcontext():
+    device = str(cfg.device or "cpu")
+    processes.check_device(device)
+    group = processes.start(device)
+    with contextlib.ExitStack() as held:
+        with group.main_first():  # else the others would wait for one that is refused
+            if kept and group.main:
+                held.enter_context(files.locked_place(Path(kept)))
         return _run(cfg, manager, model, arguments, say)
 
 

@@ -297,17 +297,18 @@ def _steps(number: float, digits: int) -> str:
 
 def write(report: dict[str, Any], folder: Path, title: str, log: list[dict[str, Any]] | None = None) -> None:
     """report.md, report.html and pareto.png, checksums of these and of the samples beside them, then report.json: the one that says
-    that the stage is done comes last.
+    that the stage is done comes last. No secret of the environment is in what can be read, should a name or an answer hold one.
 
     log: lines of log.jsonl, for the loss curves of report.html.
     """
     from cdlm.evaluate import page
 
-    files.write_text(folder / "report.md", markdown(report, title))
-    files.write_text(folder / "report.html", page.html(report, title, log or []))
+    title = terminal.without_secrets(title)
+    files.write_text(folder / "report.md", terminal.without_secrets(markdown(report, title)))
+    files.write_text(folder / "report.html", terminal.without_secrets(page.html(report, title, log or [])))
     with files.replacing(folder / "pareto.png") as partial:
         plot(report["results"], partial, title)
-    text = json.dumps(report, indent=2) + "\n"
+    text = terminal.without_secrets(json.dumps(report, indent=2)) + "\n"
     files.write_sums(folder / SUMS, {**beside(folder), "report.json": text.encode()})
     files.write_text(folder / "report.json", text)
 
