@@ -573,9 +573,9 @@ def damaged_comparison(world: World, out: Path, name: str) -> str:
     """A run with one flipped bit in what compare reads, or in its checksum, is not compared."""
     shutil.copytree(world.whole, out)
     if name == "report.sha256":
-        *lines, last = (out / name).read_text().splitlines(keepends=True)  # the last one is of samples.jsonl
-        (out / name).write_text("".join(lines) + ("1" if last[0] == "0" else "0") + last[1:])
-        return world.server.run("compare", world.whole, out).refused(str(out / "samples.jsonl"), name)
+        text = (out / name).read_text()
+        (out / name).write_text(("1" if text[0] == "0" else "0") + text[1:])
+        return world.server.run("compare", world.whole, out).refused(f"{out / name} is damaged: its lines are not those that were written")
     flip(out / name)
     return world.server.run("compare", world.whole, out).refused(str(out / name))
 
@@ -607,8 +607,7 @@ def unreadable(world: World, out: Path, name: str) -> str:
         last_checkpoint(world, out)
     (out / ".lock").unlink(missing_ok=True)  # of the one that was killed
     before = contents(out)
-    call = "pathlib:Path.read_text" if name.endswith(("SHA256SUMS", ".sha256")) else "pathlib:Path.open"
-    ended = world.distill(out, fault={"function": call, "name": name, "when": "before", "errno": 5})
+    ended = world.distill(out, fault={"function": "pathlib:Path.open", "name": name, "when": "before", "errno": 5})
     wrong = ended.refused(f"{out / name} can't be read: Input/output error")
     if wrong or contents(out) != before:
         return wrong or "the refusal changed files"
