@@ -42,6 +42,8 @@ def run(base: Run) -> str:
     with base.processes.main_first():
         base.check_inputs()
     for name in VARIANTS:
+        for stage in ("train", "evaluate"):
+            base.processes.agreed(partial(stages.check_places, variant(base, name), stage))
         base.processes.agreed(partial(stages.check_training, variant(base, name)))
     base.out.mkdir(parents=True, exist_ok=True)
     if base.recipe.trajectories is None:

@@ -385,6 +385,8 @@ def _run(args: argparse.Namespace, run, wanted: list[str]) -> int:
     out, began = run.out, time.monotonic()
     for stage in wanted:  # a stage that holds the result of other values stops the run before any work
         run.processes.agreed(partial(runs.is_done, run, stage))
+    for stage in wanted:
+        run.processes.agreed(partial(stages.check_places, run, stage))
     if "train" in wanted:
         run.processes.agreed(partial(stages.check_training, run))
     if "push" in wanted and not runs.is_done(run, "push"):
@@ -500,9 +502,8 @@ def _verify(args: argparse.Namespace) -> int:
     if args.seal:
         with contextlib.ExitStack() as held:
             verify.artifacts(args.folder)  # an error for a folder that holds none
-            for folder in (args.folder.parent, args.folder):  # a part of a run is sealed while nobody writes in the run
-                if folder == args.folder or (folder / files.LOCK).is_file():
-                    held.enter_context(files.locked(folder))
+            for folder in verify.to_lock(args.folder):
+                held.enter_context(files.locked(folder))
             for file in verify.seal(args.folder):
                 _say(f"{file}: written")
         return 0

@@ -4,7 +4,8 @@ Knows names, bytes, checksums and locks; knows no artifact and what stands in it
 
 A file is written under another name beside its place, brought to the disk (fsync), and renamed into it: whatever happens, a reader sees
 the old file or the new one, whole. Checksums stand in files that `sha256sum -c` reads: SHA256SUMS for a folder, NAME.sha256 for what
-belongs together under a name. They are written before the last of the files that they speak of, the one that says that the work is done.
+belongs together under a name; the last line of each, which `sha256sum -c` takes for a remark, is the checksum of the lines above. They are
+written before the last of the files that they speak of, the one that says that the work is done.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 SUMS = "SHA256SUMS"
 LOCK = ".lock"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+END = "# sha256 of the lines above: "  # of a file of checksums: what is cut off or changed in it is found
 EDITABLE = ("README.md",)  # a model card is its owner's to change
 
 
@@ -142,12 +144,12 @@ def replacing_folder(folder: Path, before: Iterable[Path] = ()) -> Iterator[Path
             sync_all(partial)
             for stale in (old, *before):
                 _remove(stale)
-            if folder.exists():
+            if os.path.lexists(folder):  # a link that leads nowhere, too
                 os.replace(folder, old)
             try:
                 os.replace(partial, folder)
             except BaseException:
-                if old.exists():
+                if os.path.lexists(old):
                     os.replace(old, folder)
                 raise
             _sync(folder.parent)
@@ -232,29 +234,51 @@ def inside(name: str) -> bool:
 
 
 def write_sums(file: Path, found: Mapping[str, Path | bytes | str]) -> None:
-    """Checksums of files under their names relative to the folder of `file`. found: name -> where it stands, its bytes, or its checksum."""
-    lines = (f"{one if isinstance(one, str) else sha256(one)}  {name}\n" for name, one in sorted(found.items()))
-    write_text(file, "".join(lines))
+    """Checksums of files under their names relative to the folder of `file`, and one of these lines. found: name -> where it stands, its
+    bytes, or its checksum. A ValueError for a name that `read_sums` would refuse."""
+    for name in found:
+        if not _can_be_listed(name):
+            raise ValueError(
+                f"{file.parent} holds a file of the name {name!r}, which can't stand in a file of checksums (a line break, a part '..', or "
+                "no UTF-8): rename it"
+            )
+    lines = "".join(f"{one if isinstance(one, str) else sha256(one)}  {name}\n" for name, one in sorted(found.items()))
+    write_text(file, f"{lines}{END}{sha256(lines.encode())}\n")
+
+
+def _can_be_listed(name: str) -> bool:
+    """Whether a line with this name is read as it was written."""
+    return inside(name) and "\n" not in name and "\r" not in name and name == name.encode("utf-8", "replace").decode()
 
 
 def read_sums(file: Path) -> dict[str, str]:
-    """Name -> checksum; a ValueError that names the line which is none, or which names a file outside the folder; a NotRead where the file
-    can't be read."""
-    found = {}
+    """Name -> checksum; a ValueError that names the line which is none, which names a file outside the folder or names one again, or that
+    says that the lines are not those that were written; a NotRead where the file can't be read."""
+    found: dict[str, str] = {}
     try:
-        with _reading(file):
-            lines = file.read_text(encoding="utf-8").split("\n")
+        with _reading(file), file.open(encoding="utf-8", newline="") as stream:
+            lines = stream.read().split("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is damaged: it is not UTF-8") from None
     if len(lines) < 2 or lines[-1] != "":
         raise ValueError(f"{file} is damaged: it is {'empty' if lines == [''] else 'cut off'}")
-    for number, line in enumerate(lines[:-1], start=1):
+    ended = lines[-2].startswith(END)
+    stated = lines[: -2 if ended else -1]
+    for number, line in enumerate(stated, start=1):
         match = LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"{file} is damaged: line {number} is no checksum of a file")
         if not inside(match[2]):
             raise ValueError(f"{file}, line {number} names {match[2]!r}; it must be a file in {file.parent}")
+        if match[2] in found:
+            raise ValueError(f"{file} is damaged: line {number} names {match[2]} again")
         found[match[2]] = match[1]
+    if not ended:
+        raise ValueError(
+            f"{file} is damaged: it is cut off behind line {len(stated)}, or of an older version: no checksum of its lines ends it"
+        )
+    if lines[-2] != END + sha256("".join(f"{line}\n" for line in stated).encode()):
+        raise ValueError(f"{file} is damaged: its lines are not those that were written")
     return found
 
 
@@ -288,37 +312,22 @@ def _differs(now: str, stated: str, file: Path) -> str:
     return f"not what was written: its sha256 is {now[:shown]}..., {file.name} says {stated[:shown]}..."
 
 
-def require_as_written(path: Path, sums: Path) -> None:
-    """A ValueError if a file is not what its file of checksums says; where that says nothing of it, nothing is known."""
+def require_as_written(path: Path, sums: Path, what: str | Path) -> None:
+    """A ValueError if a file is not what its file of checksums says; where that says nothing of it, nothing is known. what: that which its
+    stage makes again."""
     stated = {}
     with contextlib.suppress(ValueError, FileNotFoundError):
         stated = read_sums(sums)
     digest = stated.get(path.name) if path.parent == sums.parent else None
     if digest is not None and digest != (now := sha256(path)):
-        raise ValueError(f"{path} is {_differs(now, digest, sums)}")
+        raise ValueError(f"{path} is {_differs(now, digest, sums)}. {remedy(what, sums)}")
 
 
 def seal(folder: Path) -> None:
     """SHA256SUMS of every file in a folder, the checksums of a folder in it too; those that are their owner's to change aside."""
-    write_sums(folder / SUMS, sealed(folder))
-
-
-def sealed(folder: Path) -> dict[str, Path]:
-    """What `seal` writes checksums of: name -> file."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in EDITABLE)
-    return {name: path for path in paths if (name := path.relative_to(folder).as_posix()) not in (SUMS, LOCK)}
-
-
-def require_names(file: Path, there: Iterable[str]) -> None:
-    """A ValueError if a file of checksums names what is missing and leaves out what is there: then it is damaged itself, and what it speaks
-    of need not be made again. there: the names that it should have."""
-    stated = read_sums(file)
-    lost = [name for name in stated if not is_there(file.parent / name)]
-    if lost and (left_out := sorted(set(there) - set(stated))):
-        raise ValueError(
-            f"{file} is damaged: it names {lost[0]}, which is missing, and leaves out {left_out[0]}, which is there; remove the latter to "
-            f"make all of it again, or, if you trust what is there, take it for good with cdlm verify {file.parent} --seal"
-        )
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    write_sums(folder / SUMS, {name: path for name, path in names.items() if name not in (SUMS, LOCK)})
 
 
 def require_sound_weights(folder: Path) -> None:
@@ -337,11 +346,12 @@ def require_sound(file: Path, what: str) -> None:
             f"trust it, write them with cdlm verify {file.parent} --seal"
         )
     for path, why in faults(file).items():
-        gone = what if why.startswith("missing") else path
-        raise ValueError(
-            f"{path} is {why}. Remove {gone} to make it again, or, if you changed it, take it for good with "
-            f"cdlm verify {file.parent} --seal"
-        )
+        raise ValueError(f"{path} is {why}. {remedy(what, file)}")
+
+
+def remedy(what: str | Path, file: Path) -> str:
+    """What can be done about a file that is not what its file of checksums says. what: that which its stage makes again."""
+    return f"Remove {what} to make it again, or, if you changed it, take it for good with cdlm verify {file.parent} --seal"
 
 
 # ---- one writer ------------------------------------------------------------------------------------------------------
@@ -352,6 +362,12 @@ def locked(folder: Path) -> Iterator[None]:
     """Be the only run in a folder, or a ValueError that names the other one. The lock is the kernel's: it ends with the process."""
     with _held(folder / LOCK, folder):
         yield
+
+
+def holds_lock(folder: Path) -> bool:
+    """Whether there is a lock file of `locked` in a folder: of a run at work, or of one that was killed. A file of another's is none."""
+    path = folder / LOCK
+    return is_there(path) and path.read_bytes()[:8] in (b"", b"process ")
 
 
 @contextlib.contextmanager

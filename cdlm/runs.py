@@ -15,7 +15,6 @@ from typing import Any
 from cdlm import data, families, files, roofline, trajectories
 from cdlm.decode import DecodeConfig, slots
 from cdlm.evaluate.report import SUMS as REPORT_SUMS
-from cdlm.evaluate.report import beside
 from cdlm.families import causal, checkpoint, native
 from cdlm.families.base import DiffusionLM
 from cdlm.families.decoder import read_json
@@ -126,7 +125,7 @@ class Run:
         if files.is_there(sums):
             _require_stated(sums, remedy)
         elif files.is_there(report_sums) and log.name in files.read_sums(report_sums):
-            files.require_as_written(log, report_sums)
+            files.require_as_written(log, report_sums, log)
         else:
             raise ValueError(
                 f"{log} has no checksums ({sums} is missing), so it can't be told from a damaged one: {remedy}, or, if you trust it, write "
@@ -512,8 +511,9 @@ def leave_note(run: Run, stage: str) -> None:
 def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
     """Is the stage's result there, and is it of these values? Another recipe's result is an error.
 
-    sound: also that its files are what was written, by their checksums. A missing file makes a stage not done, and so does a damaged
-    shard of the run's own trajectories; anything else that is damaged, or has no checksums, is an error that names it.
+    sound: also that its files are what was written, by their checksums. A missing file of a report or an export makes its stage not done,
+    and so does a missing or damaged file of the run's own trajectories. Anything else that is damaged, or has no checksums, is an error
+    that names it, and so is what is missing of a student or of the notes: a training takes too long to be done again unasked.
     """
     last = {
         "collect": run.trajectories / "manifest.json", "train": run.student / "request.json",
@@ -525,23 +525,24 @@ def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
         "collect": run.trajectories / "collection.json", "train": run.student / "request.json",
         "evaluate": run.out / "evaluate.request.json", "export": run.out / "export.request.json", "push": last,
     }[stage]
-    if (sums := run.sums(stage)) is not None and note.is_file():
-        files.require_as_written(note, sums)
+    result = last if stage in ("evaluate", "push") else last.parent
+    if not files.is_there(note):
+        raise ValueError(f"{note} is missing, so what {result} was made of is not known: remove {result} to make it again")
+    if (sums := run.sums(stage)) is not None:
+        files.require_as_written(note, sums, result)
     if note.name in NOTE_SUMS and files.is_there(own := run.out / NOTE_SUMS[note.name]):  # of an older version there is none
-        _require_stated(own, f"remove {last.parent if stage == 'export' else last} to make it again")
-    trajectories.compare(note, request_of(run, stage), last if stage in ("evaluate", "push") else last.parent)
+        _require_stated(own, f"remove {result} to make it again")
+    trajectories.compare(note, request_of(run, stage), result)
     return not sound or stage in run.sound or _is_sound(run, stage)
 
 
 def _is_sound(run: Run, stage: str) -> bool:
     sums = run.sums(stage)
-    if sums is not None and files.is_there(sums):
+    if sums is not None and stage != "train" and files.is_there(sums):
         wrong = files.faults(sums)
         missing = [path for path, why in wrong.items() if why.startswith("missing")]
         own = stage == "collect" and run.shared_trajectories is None
         if wrong and (own or len(missing) == len(wrong)):
-            if not own:
-                files.require_names(sums, ["report.json", *beside(run.out)] if stage == "evaluate" else files.sealed(sums.parent))
             for path, why in wrong.items():
                 run.say(f"{stage}: {path} is {why}")
             return False

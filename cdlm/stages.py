@@ -11,6 +11,7 @@ alone writes what there is one of, and none leaves a stage before its result is 
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -290,6 +291,26 @@ def check_training(run: Run) -> None:
         t = run.recipe.train
         deal_rows(t.batch_size, t.accumulation, run.processes.count)
         check_engine(run.recipe.device, shares_layers=run.redecides())
+
+
+RESULTS = {  # a stage -> the folder that it puts in place whole, and the files beside it
+    "collect": (), "train": ("student/", "log.jsonl", LOG_SUMS), "export": ("export/", "export.request.json", "export.sha256"),
+    "evaluate": ("report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, "evaluate.request.json"),
+    "push": PUSHED,
+}
+
+
+def check_places(run: Run, stage: str) -> None:
+    """A ValueError, before any work, where what a stage that is not done will write can't take its place: a folder in the place of a file,
+    or a file or a link in that of a folder (of a link, the folder that it leads to would be left behind)."""
+    if is_done(run, stage):
+        return
+    for name in RESULTS[stage]:
+        path, folder = run.out / name, name.endswith("/")
+        if folder and (path.is_symlink() or (os.path.lexists(path) and not path.is_dir())):
+            raise ValueError(f"{path} is {'a link' if path.is_symlink() else 'no folder'}; {stage} puts a folder there: remove it")
+        if not folder and path.is_dir():
+            raise ValueError(f"{path} is a folder; {stage} writes a file there: remove it")
 
 
 def refuse_links(run: Run) -> None:

@@ -359,9 +359,17 @@ def is_whole(folder: Path, name: str, say: Callable[[str], None]) -> bool:
     if not (folder / f"{name}.parquet").is_file():
         return False
     wrong = files.faults(sums) if files.is_there(sums) else {str(sums): "missing: without checksums it can't be told from a damaged shard"}
+    if not wrong and (named := set(files.read_sums(sums))) != (own := shard_files(folder, name)):
+        wrong = {str(sums): f"damaged: it names {', '.join(sorted(named)) or 'nothing'}, not {', '.join(sorted(own))}"}
     for path, why in wrong.items():
         say(f"collect: {path} is {why}. The shard is made again")
     return not wrong
+
+
+def shard_files(folder: Path, name: str) -> set[str]:
+    """The names of a shard's files that are there, its checksums aside; the parquet file's in any case."""
+    tensors = f"{name}.safetensors"
+    return {f"{name}.parquet", *([tensors] if files.is_there(folder / tensors) else [])}
 
 
 def write_shard(

@@ -573,9 +573,9 @@ def damaged_comparison(world: World, out: Path, name: str) -> str:
     """A run with one flipped bit in what compare reads, or in its checksum, is not compared."""
     shutil.copytree(world.whole, out)
     if name == "report.sha256":
-        *lines, last = (out / name).read_text().splitlines(keepends=True)  # the last one is of samples.jsonl
-        (out / name).write_text("".join(lines) + ("1" if last[0] == "0" else "0") + last[1:])
-        return world.server.run("compare", world.whole, out).refused(str(out / "samples.jsonl"), name)
+        text = (out / name).read_text()
+        (out / name).write_text(("1" if text[0] == "0" else "0") + text[1:])
+        return world.server.run("compare", world.whole, out).refused(f"{out / name} is damaged: its lines are not those that were written")
     flip(out / name)
     return world.server.run("compare", world.whole, out).refused(str(out / name))
 
@@ -607,8 +607,7 @@ def unreadable(world: World, out: Path, name: str) -> str:
         last_checkpoint(world, out)
     (out / ".lock").unlink(missing_ok=True)  # of the one that was killed
     before = contents(out)
-    call = "pathlib:Path.read_text" if name.endswith(("SHA256SUMS", ".sha256")) else "pathlib:Path.open"
-    ended = world.distill(out, fault={"function": call, "name": name, "when": "before", "errno": 5})
+    ended = world.distill(out, fault={"function": "pathlib:Path.open", "name": name, "when": "before", "errno": 5})
     wrong = ended.refused(f"{out / name} can't be read: Input/output error")
     if wrong or contents(out) != before:
         return wrong or "the refusal changed files"
@@ -671,6 +670,79 @@ for _name in ("report.json", "samples.jsonl", "report.sha256"):
     CASES[f"damage / compare with another {_name}"] = lambda world, out, name=_name: damaged_comparison(world, out, name)
 for _name in ("trajectories", "student", "export", "."):
     CASES[f"damage / no checksums / {_name}"] = lambda world, out, name=_name: without_checksums(world, out, name)
+
+
+def add_line(file: Path) -> None:
+    """A checksum of a file that never was, before the last line."""
+    *lines, end = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines, f"{'0' * 64}  nowhere\n", end]))
+
+
+def cut_at_line(file: Path) -> None:
+    """The first half of the lines."""
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[: len(lines) // 2]))
+
+
+def without(file: Path, into: str = "") -> None:
+    """No file or folder there; or a folder, a link that leads nowhere or a file in its place."""
+    shutil.rmtree(file) if file.is_dir() else file.unlink()
+    if into == "folder":
+        file.mkdir()
+    elif into == "link":
+        file.symlink_to(file.with_name("nowhere"))
+    elif into == "file":
+        file.write_text("mine")
+
+
+REFUSED = {  # what is changed of a finished run -> how, and what the refusal says
+    "checksums with a line too many": ("student/SHA256SUMS", add_line, ("student/SHA256SUMS is damaged: its lines", "Remove", "/student to")),
+    "checksums without their last lines": ("student/SHA256SUMS", cut_at_line, ("student/SHA256SUMS is damaged: it is cut off", "--seal")),
+    "a report's checksums without their last lines": ("report.sha256", cut_at_line, ("report.sha256 is damaged: it is cut off", "--seal")),
+    "a small file of the student": (
+        "student/generation_config.json", without, ("generation_config.json is missing, though SHA256SUMS names it", "Remove", "/student to"),
+    ),
+    "the note of the trajectories": ("trajectories/collection.json", without, ("collection.json is missing, so what", "remove", "/trajectories to")),
+    "the note of the report": (NOTE, without, (f"{NOTE} is missing, so what", "remove", "report.json to make it again")),
+    "the note of the export": ("export.request.json", without, ("export.request.json is missing, so what", "remove", "/export to make")),
+    "a damaged note": (NOTE, flip, (f"{NOTE} is not what was written", "Remove", "report.json to make it again", "--seal")),
+    "a link as the student": ("student", lambda path: without(path, "link"), ("student is a link; train puts a folder there",)),
+    "a file as the student": ("student", lambda path: without(path, "file"), ("student is no folder; train puts a folder there",)),
+    "a link as the export": ("export", lambda path: without(path, "link"), ("export is a link; export puts a folder there",)),
+    "a folder as the report": ("report.json", lambda path: without(path, "folder"), ("report.json is a folder; evaluate writes a file",)),
+}  # fmt: skip
+
+
+def refused_at_once(world: World, out: Path, name: str, change: Callable[[Path], None], said: tuple[str, ...]) -> str:
+    """Nothing is trained or measured before a finished run that can't be gone on with is refused, with what to do."""
+    shutil.copytree(world.whole, out)
+    change(out / name)
+    before = contents(out)
+    ended = world.distill(out)
+    return ended.refused(*said) or ("" if contents(out) == before and not ended.out else f"work was done: {ended.out[-300:]}")
+
+
+for _case, (_name, _change, _said) in REFUSED.items():
+    CASES[f"damage / refused at once / {_case}"] = (
+        lambda world, out, name=_name, change=_change, said=_said: refused_at_once(world, out, name, change, said)
+    )  # fmt: skip
+
+
+def copied_sums(world: World, out: Path) -> str:
+    """In a collection that was broken off, a copy of another shard's checksums vouches for none: the shard is made again."""
+    world.start(out, "c")
+    place = out / "trajectories"
+    for name in ("manifest.json", "SHA256SUMS"):
+        (place / name).unlink()
+    shutil.copy(place / "shard-00000.sha256", place / "shard-00001.sha256")
+    flip(place / "shard-00001.safetensors")
+    ended = world.distill(out)
+    if ended.status or "shard-00001.sha256 is damaged: it names shard-00000.parquet" not in ended.out:
+        return f"status {ended.status}, {ended.lines}, {ended.out[-300:]}"
+    return same_run(out, world.whole)
+
+
+CASES["damage / checksums of another shard"] = copied_sums
 
 
 # ---- two runs in one folder ------------------------------------------------------------------------------------------

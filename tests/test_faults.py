@@ -24,6 +24,8 @@ QUICK = [
     "damage / weights that distill would read",
     "damage / weights that convert would read",
     "damage / compare with another samples.jsonl",
+    "damage / checksums of another shard",
+    *[f"damage / refused at once / {name}" for name in faults.REFUSED],
     "numbers / logits that are none, evaluate",
     "lock / a second run",
     "disk / a limit, in a checkpoint",

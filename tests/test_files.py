@@ -42,8 +42,10 @@ def test_a_folder_takes_the_place_of_the_old_one_with_checksums_of_all_but_its_c
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
     # printf b | sha256sum
     b = "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"
-    assert (tmp_path / "a" / "SHA256SUMS").read_text() == f"{b}  in/b\n"
-    assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "a", check=False).returncode == 0
+    # printf '%s  in/b\n' 3e23... | sha256sum
+    end = subprocess.run(["sha256sum"], input=f"{b}  in/b\n".encode(), capture_output=True, check=True).stdout.decode()[:64]
+    assert (tmp_path / "a" / "SHA256SUMS").read_text() == f"{b}  in/b\n# sha256 of the lines above: {end}\n"
+    assert subprocess.run(["sha256sum", "-c", "--quiet", "--strict", "SHA256SUMS"], cwd=tmp_path / "a", check=False).returncode == 0
 
 
 def test_a_folder_that_fails_leaves_the_old_one_and_what_speaks_of_it(tmp_path):
@@ -55,6 +57,13 @@ def test_a_folder_that_fails_leaves_the_old_one_and_what_speaks_of_it(tmp_path):
             (partial / "new").touch()
             raise SafetensorError("no\nroom")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["a", "a/old", "report"]
+
+
+def test_a_folder_takes_the_place_of_a_link_that_leads_nowhere(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "nowhere")
+    with files.replacing_folder(tmp_path / "a") as partial:
+        (partial / "in").touch()
+    assert (tmp_path / "a" / "in").is_file() and not (tmp_path / "a").is_symlink() and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_folder_that_can_not_be_put_in_place_leaves_the_old_one_there(tmp_path, monkeypatch):
@@ -178,18 +187,42 @@ def test_a_folders_checksums_are_also_of_the_checksums_of_a_folder_in_it(tmp_pat
     assert set(files.read_sums(tmp_path / files.SUMS)) == {"in/a", "in/SHA256SUMS"}
 
 
-def test_checksums_that_name_what_is_missing_and_not_what_is_there_are_damaged_themselves(tmp_path):
-    for name in ("config.json", "weights"):
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda lines: [lines[0].replace("config", "weights"), *lines[1:]], "line 2 names weights again"),
+    (lambda lines: [lines[0].replace("config", "confhg"), *lines[1:]], "its lines are not those that were written"),
+    (lambda lines: [*lines[:2], "0" * 64 + "  nowhere", lines[2]], "its lines are not those that were written"),
+    (lambda lines: lines[1:], "its lines are not those that were written"),
+    (lambda lines: lines[:2], "it is cut off behind line 2, or of an older version"),
+    (lambda lines: lines[:1], "it is cut off behind line 1, or of an older version"),
+    (lambda lines: [*lines, lines[0]], "line 3 is no checksum of a file"),
+])  # fmt: skip
+def test_checksums_that_were_changed_are_damaged_themselves(tmp_path, change, why):
+    """Whatever became of a line: what it says of the files would hide one, or send for one that never was."""
+    for name in ("config", "weights"):
         (tmp_path / name).touch()
     files.seal(tmp_path)
     sums = tmp_path / files.SUMS
-    text = sums.read_text()
-    sums.write_text(text.replace("config", "confhg"))
-    with pytest.raises(ValueError, match=r"SHA256SUMS is damaged: it names confhg\.json, which is missing, and leaves out config\.json"):
-        files.require_names(sums, files.sealed(tmp_path))
-    sums.write_text(text)
-    (tmp_path / "config.json").unlink()
-    files.require_names(sums, files.sealed(tmp_path))  # a file that is missing, and no more
+    files.require_sound(sums, "this")
+    sums.write_text("".join(f"{line}\n" for line in change(sums.read_text().splitlines())))
+    assert files.faults(sums)[str(sums)].startswith(f"damaged: {why}")
+    with pytest.raises(ValueError, match=rf"SHA256SUMS is damaged: {why}.* Remove this to make it again, or.*cdlm verify .* --seal"):
+        files.require_sound(sums, "this")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "..\\b", "\udcff"])
+def test_a_name_that_can_not_be_read_again_is_not_written(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match="can't stand in a file of checksums"):
+        files.seal(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_every_other_name_is_read_as_it_was_written(tmp_path):
+    names = {" a ", "\x85", "\u2028", "a\\b", "#", "\x0c", "ü"}
+    for name in names:
+        (tmp_path / name).touch()
+    files.seal(tmp_path)
+    assert set(files.read_sums(tmp_path / files.SUMS)) == names and files.faults(tmp_path / files.SUMS) == {}
 
 
 @pytest.mark.parametrize("name", ["a", files.SUMS])
@@ -205,8 +238,7 @@ def test_a_read_error_is_no_damage(tmp_path, monkeypatch, name):
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr(Path, "read_text", lambda path, **kwargs: path.open().read())
-    for look in (files.faults, lambda sums: files.require_as_written(tmp_path / "a", sums), lambda sums: files.require_sound(sums, "this")):
+    for look in (files.faults, lambda sums: files.require_as_written(tmp_path / "a", sums, "this"), lambda sums: files.require_sound(sums, "this")):
         with pytest.raises(files.NotRead, match=rf"/{name} can't be read: Input/output error"):
             look(tmp_path / files.SUMS)
 
@@ -263,6 +295,62 @@ def test_verify_goes_on_behind_a_file_of_checksums_that_is_damaged(tmp_path, cap
     said = capsys.readouterr()
     assert f"{tmp_path}/trajectories/SHA256SUMS is damaged: it is cut off" in said.err and "student/manifest.json is not what" in said.err
     assert "student/SHA256SUMS: 1 of 1 files damaged" in said.out
+
+
+def test_verify_goes_on_behind_an_artifact_without_checksums(tmp_path, capsys):
+    for name in ("trajectories", "student"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    files.seal(tmp_path / "student")
+    assert cli.main(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert f"{tmp_path}/trajectories/SHA256SUMS is missing: {tmp_path}/trajectories has no checksums; --seal writes them" in said.err
+    assert "student/SHA256SUMS: all files as they were written" in said.out
+
+
+@pytest.mark.parametrize(("left", "named"), [
+    (["report.json", "evaluate.request.json"], "student/request.json is missing, though evaluate.request.json is there"),
+    (["export/README.md", "export/config.json"], "report.json is missing, though export/README.md is there"),
+    (["push.request.json"], "export/config.json is missing, though push.request.json is there"),
+])  # fmt: skip
+def test_verify_names_a_result_that_is_not_there_though_a_later_one_is(tmp_path, capsys, left, named):
+    for name in left:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert cli.main(["verify", str(tmp_path), "--seal"]) == 0 and cli.main(["verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"cdlm: error: {tmp_path}/{named}, which speaks of it")
+
+
+def test_verify_looks_at_what_the_checksums_of_shards_say(tmp_path, capsys):
+    (tmp_path / "manifest.json").write_text("{}")
+    for name in ("shard-00000", "shard-00001"):
+        for ending in ("parquet", "safetensors"):
+            (tmp_path / f"{name}.{ending}").write_text(name)
+    assert cli.main(["verify", str(tmp_path), "--seal"]) == 0 and cli.main(["verify", str(tmp_path)]) == 0
+    (tmp_path / "shard-00001.sha256").write_bytes((tmp_path / "shard-00000.sha256").read_bytes())
+    files.seal(tmp_path)
+    assert cli.main(["verify", str(tmp_path)]) == 1
+    assert f"{tmp_path}/shard-00001.sha256 is damaged: its checksums of shard-00001.parquet, shard-" in capsys.readouterr().err
+
+
+def test_sealing_waits_for_the_run_that_a_folder_is_part_of(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    for name in ("student", "export/adapter", "ablation/x/student"):
+        (run / name).mkdir(parents=True)
+        (run / name / "config.json").write_text("{}")
+    (tmp_path / ".lock").write_text("no lock of a run")
+    with files.locked(run):
+        for name in ("student", "export/adapter", "ablation/x/student"):
+            assert cli.main(["verify", str(run / name), "--seal"]) == 2
+            assert f"{run} is in use by process" in capsys.readouterr().err
+        monkeypatch.chdir(run / "ablation")
+        assert cli.main(["verify", "../student", "--seal"]) == 2
+        assert not (run / "student" / files.SUMS).exists()
+    monkeypatch.chdir(run / "ablation" / "x" / "student")
+    assert cli.main(["verify", ".", "--seal"]) == 0 and files.faults(Path(files.SUMS)) == {}
+    monkeypatch.chdir(run)
+    assert cli.main(["verify", ".", "--seal"]) == 0
+    assert (tmp_path / ".lock").read_text() == "no lock of a run", "a file of another's stays"
 
 
 def test_verify_looks_at_every_part_of_a_run_and_seals_the_inner_one_first(tmp_path, capsys):
