@@ -206,6 +206,39 @@ def _decode_batch(
     return rows
 
 
+def check_folder(folder: Path, *, vocabulary: int, slots: int, canvas_length: int) -> None:
+    """`trajectories.check_folder` for a folder of canvases of this length, of at most so many slots. Of the stored logits it looks at
+    their shapes and ids."""
+    for name in trajectories.read_manifest(folder)["shards"]:
+        _, rows = trajectories.read_columns(folder / f"{name}.parquet", SCHEMA, kept=False)
+        for column in ("prompt_ids", "answer_ids", "tokens", "canvas", "argmax"):
+            rows.require_within(column, 0, vocabulary - 1)
+        rows.refuse(rows.lengths("prompt_ids") < 1, "prompt_ids is empty")
+        rows.refuse(rows.lengths("answer_ids") > slots, f"answer_ids has more than {slots} values")
+        canvases_n = rows.lengths("steps")
+        most = -(-slots // canvas_length)
+        rows.refuse((canvases_n < 1) | (canvases_n > most), f"steps has a number for each canvas, 1 to {most} of them")
+        rows.require_within("steps", 1, 2**15)
+        rows.require_length("tokens", canvases_n * canvas_length, f"its canvases have {canvas_length} slots each")
+        ends = canvases_n.cumsum()
+        sums = rows.values("steps").cumsum()[ends - 1]
+        steps_n = sums - [0, *sums[:-1]]
+        for column in ("left", "temperatures"):
+            rows.require_length(column, steps_n, "there is one for each step")
+        for column in ("canvas", "accepted", "argmax"):
+            rows.require_length(column, steps_n * canvas_length, f"each step has {canvas_length}")
+        rows.require_within("left", 1, 2**15)
+        file, total = folder / f"{name}.safetensors", int(sums[-1])
+        with trajectories.open_tensors(file) as stored:
+            *_, top_k = trajectories.require_shape(stored, file, "logits", [total, canvas_length, None], "F16")
+            trajectories.require_shape(stored, file, "ids", [total, canvas_length, top_k], "I32")
+            trajectories.require_shape(stored, file, "total", [total, canvas_length], "F32")
+            for begin in range(0, total, 256):  # a shard's ids are many
+                least, most_id = (int(value) for value in stored.get_slice("ids")[begin : begin + 256].aminmax())
+                if least < 0 or most_id >= vocabulary:
+                    raise ValueError(f"{file}: ids holds {least if least < 0 else most_id}; allowed: 0 to {vocabulary - 1}")
+
+
 def load(folder: Path) -> "Canvases | trajectories.Trajectories":
     """A finished folder of either kind, as what it holds."""
     kind = Canvases if "canvas" in trajectories.read_manifest(folder)["schema"] else trajectories.Trajectories

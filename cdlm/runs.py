@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cdlm import data, families, files, roofline, trajectories
+from cdlm import canvases, data, families, files, roofline, trajectories
 from cdlm.decode import DecodeConfig, slots
 from cdlm.evaluate.report import SUMS as REPORT_SUMS
 from cdlm.families import causal, checkpoint, native
@@ -289,7 +289,8 @@ class Run:
             if (place / "config.json").is_file():
                 checkpoint.Files(place)
         if r.trajectories is not None:
-            self.check_trajectories(getattr(model.config, "max_position_embeddings", None))
+            assert facts is not None  # a model from scratch trains on answers
+            self.check_trajectories(getattr(model.config, "max_position_embeddings", None), facts, model.get_input_embeddings().weight)
         filled = r.decode.max_new_tokens if facts is None else slots(facts, r.decode.max_new_tokens, r.decode.block_length)
         longest = r.data.max_prompt_tokens + filled
         room = getattr(model.config, "max_position_embeddings", None)
@@ -388,8 +389,9 @@ class Run:
         assert self.recipe.scratch is not None
         return AutoTokenizer.from_pretrained(self.recipe.path(self.recipe.scratch.tokenizer), trust_remote_code=False)
 
-    def check_trajectories(self, room: int | None) -> None:
-        """The folder that the recipe names fits the recipe and the model, or one ValueError. room: the positions of the model."""
+    def check_trajectories(self, room: int | None, facts: families.Facts, embedding_VD: Any) -> None:
+        """The folder that the recipe names fits the recipe and the model, or one ValueError. room: the positions of the model;
+        embedding_VD: the shape of its embedding."""
         asked = trajectories.read_manifest(self.trajectories)["request"]
         self.require_sound("collect")
         r = self.recipe
@@ -400,17 +402,30 @@ class Run:
             there = {**asdict(Sampler()), **(asked.get("decode", {}).get("sampler") or {})}
             if there != (here := asdict(r.decode.sampler or Sampler())):
                 raise ValueError(f"decode.sampler is {here}; the trajectories at {self.trajectories} were made with {there}")
+        if (there := asked.get("teacher")) != self.weights_hash():
+            raise ValueError(
+                f"the trajectories at {self.trajectories} belong to another model than {r.model}: its hash is {self.weights_hash()}, "
+                f"theirs {there}"
+            )
+        self._check_rows(facts, embedding_VD.shape)
         longest = trajectories.longest_prompt(self.trajectories)
         if room is not None and longest + r.decode.max_new_tokens > room:
             raise ValueError(
                 f"the trajectories at {self.trajectories} have a prompt of {longest} tokens, which with decode.max_new_tokens "
                 f"{r.decode.max_new_tokens} is more than the model's {room} positions; import them with a smaller --max-prompt-tokens"
             )
-        if (there := asked.get("teacher")) != self.weights_hash():
-            raise ValueError(
-                f"the trajectories at {self.trajectories} belong to another model than {r.model}: its hash is {self.weights_hash()}, "
-                f"theirs {there}"
-            )
+
+    def _check_rows(self, facts: families.Facts, shape: Any) -> None:
+        """The rows of the folder that the recipe names are such as its teacher makes, or one ValueError."""
+        d, schema = self.recipe.decode, trajectories.read_manifest(self.trajectories)["schema"]
+        vocabulary, width = max(shape[0], (facts.mask_token_id or 0) + 1), shape[1]  # a mask token that is added has a row of its own
+        filled = slots(facts, d.max_new_tokens, d.block_length)
+        if self.redecides() != ("canvas" in schema):
+            raise ValueError(f"the trajectories at {self.trajectories} are of another kind of model than {self.recipe.model}: {list(schema)}")
+        if self.redecides():
+            canvases.check_folder(self.trajectories, vocabulary=vocabulary, slots=filled, canvas_length=d.block_length)
+        else:
+            trajectories.check_folder(self.trajectories, vocabulary=vocabulary, slots=filled, width=width)
 
     def decode_config(self) -> DecodeConfig:
         """The student's own decoding."""

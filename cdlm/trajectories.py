@@ -372,6 +372,19 @@ def shard_files(folder: Path, name: str) -> set[str]:
     return {f"{name}.parquet", *([tensors] if files.is_there(folder / tensors) else [])}
 
 
+def _types() -> dict[str, Any]:
+    """Arrow's types of what the rows of either kind hold."""
+    import pyarrow as pa
+
+    ints, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
+    return {
+        "id": pa.int64(), "example": pa.int64(), "group": pa.string(), "temperature": pa.float32(), "seed": pa.int64(),
+        "prompt_ids": ints, "answer_ids": ints, "tokens": ints, "step": pa.list_(pa.int16()), "confidence": floats,
+        "decoded": pa.int32(), "stop": pa.string(), "screened": pa.string(),
+        "steps": ints, "left": ints, "temperatures": floats, "canvas": ints, "accepted": pa.list_(pa.bool_()), "argmax": ints,
+    }
+
+
 def write_shard(
     folder: Path, name: str, rows: list[dict[str, Any]], tensors: dict[str, Tensor] | None, schema: dict[str, str] = SCHEMA
 ) -> None:
@@ -379,13 +392,7 @@ def write_shard(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    ints, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
-    types = {
-        "id": pa.int64(), "example": pa.int64(), "group": pa.string(), "temperature": pa.float32(), "seed": pa.int64(),
-        "prompt_ids": ints, "answer_ids": ints, "tokens": ints, "step": pa.list_(pa.int16()), "confidence": floats,
-        "decoded": pa.int32(), "stop": pa.string(), "screened": pa.string(),
-        "steps": ints, "left": ints, "temperatures": floats, "canvas": ints, "accepted": pa.list_(pa.bool_()), "argmax": ints,
-    }
+    types = _types()
     table = pa.Table.from_pylist(rows, schema=pa.schema([(name, types[name]) for name in schema]))
     written: dict[str, Path] = {}
     if tensors:
@@ -446,9 +453,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     names = manifest.get("shards")
     if not isinstance(names, list) or not all(isinstance(name, str) and re.fullmatch(r"shard-\d{5,}", name) for name in names):
         raise ValueError(f"{file} has shards {str(names)[:80]}; each is a name of the form shard-00000, a file in {folder}")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"{file} has shards {str(names)[:80]}; there is at least one, and each is named once")
     for key, kind in {"request": dict, "request_hash": str, "kept": int, "trajectories": int, "schema": dict}.items():
         if not isinstance(manifest.get(key), kind):
             raise ValueError(f"{file} has {key} {str(manifest.get(key))[:80]}; it is damaged: collect again, or import again")
+    if not isinstance(manifest["request"].get("decode", {}), dict) or not isinstance(manifest.get("hidden", True), bool):
+        raise ValueError(f"{file}: request.decode must be an object and hidden true or false; it is damaged: collect again, or import again")
     return manifest
 
 
@@ -462,6 +473,137 @@ def longest_prompt(folder: Path) -> int:
         pc.max(pc.list_value_length(pq.read_table(folder / f"{name}.parquet", columns=["prompt_ids"])["prompt_ids"])).as_py()
         for name in names
     )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows of a shard in Arrow's columns, to look at all of them at once. places: of each its place in the file, [n]."""
+
+    file: Path
+    table: Any
+    places: Any
+
+    def lengths(self, name: str) -> Any:
+        """Of each list of a column, [n]."""
+        import pyarrow.compute as pc
+
+        return pc.list_value_length(self.table[name]).to_numpy()
+
+    def values(self, name: str) -> Any:
+        """Those of all lists, one after another."""
+        import pyarrow.compute as pc
+
+        return pc.list_flatten(self.table[name]).to_numpy()
+
+    def refuse(self, wrong: Any, words: str) -> None:
+        """A ValueError that names the first row that is wrong, [n]."""
+        if wrong.any():
+            raise ValueError(f"{self.file}, row {self.places[int(wrong.argmax())] + 1}: {words}")
+
+    def require_length(self, name: str, wanted: Any, words: str) -> None:
+        lengths = self.lengths(name)
+        wrong = lengths != wanted
+        self.refuse(wrong, f"{name} has {lengths[int(wrong.argmax())]} values; {words}" if wrong.any() else "")
+
+    def require_within(self, name: str, least: int, most: int) -> None:
+        """All values of a column of lists are among these."""
+        import pyarrow.compute as pc
+
+        values = self.values(name)
+        bad = (values < least) | (values > most)
+        if bad.any():
+            row = pc.list_parent_indices(self.table[name].combine_chunks())[int(bad.argmax())].as_py()
+            raise ValueError(
+                f"{self.file}, row {self.places[row] + 1}: {name} holds {values[int(bad.argmax())]}; allowed: {least} to {most}"
+            )
+
+
+def read_columns(file: Path, schema: dict[str, str], *, kept: bool) -> tuple[int, Columns]:
+    """How many rows a shard's parquet file has, and its rows, or those that the rule of the recipe kept. A ValueError where a column of
+    the schema is missing, is of another kind or lacks a value that it must have."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{file} can't be read: {error}") from None
+    types = _types()
+    if not table.num_rows:
+        raise ValueError(f"{file} holds no rows")
+    for name in schema:
+        if table.column_names.count(name) != 1:
+            raise ValueError(f"{file} has no column {name}; it needs {', '.join(schema)}")
+        if (there := _kind(table[name].type)) != (wanted := _kind(types[name])):
+            raise ValueError(f"{file}: column {name} holds {there}; it must hold {wanted}")
+        lists = pa.types.is_list(types[name])
+        if name not in ("temperature", "seed", "confidence") and table[name].null_count:
+            raise ValueError(f"{file}, row {pc.index(pc.is_null(table[name]), True).as_py() + 1}: {name} is null")
+        if lists and pc.list_flatten(table[name]).null_count:
+            raise ValueError(f"{file}: column {name} has lists that hold null")
+    if extra := sorted(set(table.column_names) - set(schema)):
+        raise ValueError(f"{file} has a column {extra[0]}, which is not known; known: {', '.join(schema)}")
+    whole = pc.equal(table["screened"], "").to_numpy()
+    places = whole.nonzero()[0] if kept else (whole | True).nonzero()[0]
+    return table.num_rows, Columns(file, table.take(pa.array(places)), places)
+
+
+def _kind(kind: Any) -> str:
+    """A type of Arrow in words; how wide its numbers are does not matter."""
+    from pyarrow import types
+
+    if types.is_list(kind):
+        return f"lists of {_kind(kind.value_type)}"
+    words = {"whole numbers": types.is_integer, "numbers": types.is_floating, "truth values": types.is_boolean, "text": types.is_string}
+    return next((word for word, of in words.items() if of(kind)), str(kind))
+
+
+def require_shape(stored: Any, file: Path, name: str, shape: list[int | None], dtype: str) -> list[int]:
+    """The shape of a tensor in an open safetensors file; a ValueError where it is not there or is another one (None: any size)."""
+    if name not in stored.keys():  # noqa: SIM118  (it is no dictionary)
+        raise ValueError(f"{file} has no tensor {name}")
+    found = stored.get_slice(name)
+    there = found.get_shape()
+    if found.get_dtype() != dtype or len(there) != len(shape) or any(b is not None and a != b for a, b in zip(there, shape, strict=True)):
+        asked = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{file}: {name} is {found.get_dtype()} {there}; it must be {dtype} [{asked}]")
+    return there
+
+
+def check_folder(folder: Path, *, vocabulary: int, slots: int, width: int) -> None:
+    """A ValueError, with file and row, where a finished folder holds what no teacher with such a vocabulary, hidden width and number of
+    slots did. Looks at the rows that are trained on, whole columns at a time, and of hidden rows at their shape alone."""
+    manifest = read_manifest(folder)
+    drop = manifest["kept"] < manifest["trajectories"]
+    for name in manifest["shards"]:
+        count, rows = read_columns(folder / f"{name}.parquet", SCHEMA, kept=drop)
+        for column in ("prompt_ids", "answer_ids", "tokens"):
+            rows.require_within(column, 0, vocabulary - 1)
+        rows.refuse(rows.lengths("prompt_ids") < 1, "prompt_ids is empty")
+        rows.refuse(rows.lengths("answer_ids") > slots, f"answer_ids has more than {slots} values")
+        for column in ("tokens", "step"):
+            rows.require_length(column, slots, f"there are {slots} slots")
+        known = rows.table["confidence"].is_valid()
+        Columns(rows.file, rows.table.filter(known), rows.places[known.to_numpy()]).require_length(
+            "confidence", slots, f"there are {slots} slots"
+        )
+        rows.require_within("step", -1, slots - 1)
+        rows.refuse(~(rows.values("step").reshape(-1, slots) == 0).any(axis=1), "step has no 0; the first step fills a slot")
+        decoded = rows.table["decoded"].to_numpy()
+        rows.refuse((decoded < 1) | (decoded > slots), f"decoded must be between 1 and {slots}")
+        if manifest.get("hidden", True):
+            file = folder / f"{name}.safetensors"
+            with open_tensors(file) as stored:
+                require_shape(stored, file, "hidden", [count, slots, width], "BF16")
+
+
+def open_tensors(file: Path) -> Any:
+    """An open safetensors file of a shard, or a ValueError."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} can't be read ({error}); remove it and collect again") from None
 
 
 class Rows:
@@ -507,10 +649,7 @@ class Rows:
     def stored(self, shard: int) -> Any:
         """The open safetensors file of a shard."""
         if shard not in self._open:
-            try:
-                self._open[shard] = safe_open(self._files[shard], framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self._files[shard]} can't be read ({error}); remove it and collect again") from None
+            self._open[shard] = open_tensors(self._files[shard])
         return self._open[shard]
 
 

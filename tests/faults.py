@@ -965,9 +965,21 @@ def _rows(text: str | bytes, file: str = "train.jsonl") -> Callable[[Path], list
 def _teacher(change: Callable[[Path], None], command: str = "distill") -> Callable[[Path], list[str]]:
     def prepare(folder: Path) -> list[str]:
         change(folder / "teacher")
-        return ["generate", "teacher", "--prompt", "copy:ab"] if command == "generate" else ["distill", "mini.yaml", "--out", "out"]
+        return {
+            "distill": ["distill", "mini.yaml", "--out", "out"], "generate": ["generate", "teacher", "--prompt", "copy:ab"],
+            "inspect": ["inspect", "teacher"], "plan": ["plan", "mini.yaml", "--out", "out"],
+        }[command]  # fmt: skip
 
     return prepare
+
+
+def _config(command: str = "generate", **values: Any) -> Callable[[Path], list[str]]:
+    """The teacher's config.json with these values."""
+    return _teacher(lambda model: edit_json(model / "config.json", **values), command)
+
+
+def _deep(file: str, command: str) -> Callable[[Path], list[str]]:
+    return _teacher(lambda model: (model / file).write_text('{"a":' * 100_000 + "1" + "}" * 100_000) and None, command)
 
 
 def _command(*words: str) -> Callable[[Path], list[str]]:
@@ -982,6 +994,7 @@ IN_TEST = (  # those that no other test file has
     "a huge budget", "a key that a schedule does not take", "a date where there is none", "a bomb of anchors", "a nest without an end",
     "a recipe in another encoding", "no heads", "weights that are cut", "NaN in the weights", "a missing tensor",
     "weights whose logits overflow",
+    "an unknown activation, generate", "a width of text, generate", "quantized weights, inspect", "a nest in config.json",
     "an index that leaves the folder", "an index that is a list", "a chat template that is broken", "half a surrogate",
     "a parquet file that is none", "an unknown command", "text for a flag's number", "a file as --out",
 )  # fmt: skip
@@ -1024,6 +1037,29 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "a mask token of text": (_teacher(lambda m: edit_json(m / "config.json", mask_token_id="mask")), ("mask",)),
     "an unknown model_type": (_teacher(lambda m: edit_json(m / "config.json", model_type="nonesuch")), ("nonesuch",)),
     "a model_type that is a list": (_teacher(lambda m: edit_json(m / "config.json", model_type=["llama"])), ("model_type",)),
+    "a negative width, generate": (_config(hidden_size=-8), ("teacher: config.json makes no model", "-8")),
+    "a width of text, generate": (_config(hidden_size="64"), ("teacher: config.json", "hidden_size", "'64'")),
+    "no heads, generate": (_config(num_attention_heads=0), ("teacher: config.json",)),
+    "no layer count, generate": (_config(num_hidden_layers=None), ("teacher: config.json", "num_hidden_layers")),
+    "no words, generate": (_config(vocab_size=0), ("teacher: config.json",)),
+    "positions of text, generate": (_config(max_position_embeddings="x"), ("max_position_embeddings", "'x'")),
+    "an unknown activation, generate": (_config(hidden_act="nonesuch"), ("teacher: config.json", "'nonesuch'")),
+    "a scaling of text, generate": (_config(rope_parameters={"rope_type": "linear", "factor": "x", "rope_theta": 1.0}), ("config.json",)),
+    "an unknown dtype in config.json, generate": (_config(dtype="nonsense"), ("teacher: config.json", "nonsense")),
+    "a model_type that is a list, generate": (_config(model_type=["llama"]), ("model_type ['llama']",)),
+    "remote code that is a number, generate": (_config(auto_map=5), ("teacher", "int")),
+    **{
+        f"quantized weights, {command}": (
+            _config(command, quantization_config={"quant_method": "bitsandbytes"}), ("quantization_config", "bitsandbytes", "bfloat16")
+        ) for command in ("generate", "plan", "inspect")
+    },
+    **{
+        f"a nest in {file}": (_deep(file, command), (file, "deep"))
+        for file, command in (("config.json", "generate"), ("tokenizer_config.json", "generate"), ("generation_config.json", "inspect"))
+    },
+    "a config.json of 900 levels": (
+        _teacher(lambda m: edit_json(m / "config.json", x=json.loads("[" * 900 + "]" * 900)), "generate"), ("config.json", "50 levels")
+    ),
     "weights that are cut": (_teacher(lambda m: truncate(m / "model.safetensors")), ("model.safetensors",)),
     "weights that are empty": (_teacher(lambda m: (m / "model.safetensors").write_bytes(b"")), ("model.safetensors",)),
     "NaN in the weights": (_teacher(lambda m: edit_tensor(m / "model.safetensors", _nan)), ("lm_head.weight", "NaN")),

@@ -1,6 +1,7 @@
 """Published trajectories: both formats against the decoding they were made from, what is screened, and a run that trains on them."""
 
 import json
+import shutil
 from fnmatch import fnmatch
 
 import mini
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 from mini import BLOCK, BUDGET, contents
+from safetensors.torch import save_file
 
 from cdlm import cli, data, families
 from cdlm.decode import DecodeConfig, decode
@@ -364,6 +366,90 @@ def test_the_trajectories_of_another_run_may_be_named(tmp_path_factory, tmp_path
     assert "hidden rows" not in capsys.readouterr().out
     file = "student/model.safetensors"
     assert (tmp_path / "out" / file).read_bytes() == (done.out / file).read_bytes()
+
+
+def _column(name, change):
+    """A column of every shard with each value changed, or without it (None)."""
+
+    def edit(folder):
+        for file in folder.glob("shard-*.parquet"):
+            table = pq.read_table(file)
+            place, kind = table.column_names.index(name), table.schema.field(name).type
+            changed = [] if change is None else [(name, pa.array([change(value) for value in table[name].to_pylist()], kind))]
+            table = table.remove_column(place)
+            for column, values in changed:
+                table = table.add_column(place, column, values)
+            pq.write_table(table, file)
+
+    return edit
+
+
+def _hidden(name="hidden", shape=(5, 16, 32), dtype=torch.bfloat16):
+    def edit(folder):
+        for file in folder.glob("shard-*.safetensors"):
+            save_file({name: torch.zeros(shape, dtype=dtype)}, file)
+
+    return edit
+
+
+def _manifest(change):
+    def edit(folder):
+        found = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps({**found, **change(found)}))
+
+    return edit
+
+
+IMPOSSIBLE = {
+    "a token beyond the vocabulary": (_column("tokens", lambda v: [*v[:-1], 58]), "shard-00000.parquet, row 1: tokens holds 58; allowed: 0 to 57"),
+    "a negative token": (_column("tokens", lambda v: [-5, *v[1:]]), "tokens holds -5"),
+    "few tokens": (_column("tokens", lambda v: v[:3]), "tokens has 3 values; there are 16 slots"),
+    "a prompt beyond the vocabulary": (_column("prompt_ids", lambda v: [10**6, *v]), "prompt_ids holds 1000000"),
+    "an empty prompt": (_column("prompt_ids", lambda v: []), "row 1: prompt_ids is empty"),
+    "an answer beyond the vocabulary": (_column("answer_ids", lambda v: [99]), "answer_ids holds 99"),
+    "an answer that is too long": (_column("answer_ids", lambda v: [3] * 17), "answer_ids has more than 16"),
+    "nothing decoded": (_column("decoded", lambda v: 0), "row 1: decoded must be between 1 and 16"),
+    "too much decoded": (_column("decoded", lambda v: 17), "decoded must be between 1 and 16"),
+    "nothing revealed": (_column("step", lambda v: [-1] * 16), "step has no 0"),
+    "no first step": (_column("step", lambda v: [5] * 16), "step has no 0"),
+    "a step too late": (_column("step", lambda v: [*v[:-1], 30000]), "step holds 30000; allowed: -1 to 15"),
+    "few steps": (_column("step", lambda v: v[:-1]), "step has 15 values"),
+    "few confidences": (_column("confidence", lambda v: v[:-1]), "confidence has 15 values"),
+    "null tokens": (_column("tokens", lambda v: None), "row 1: tokens is null"),
+    "null among tokens": (_column("tokens", lambda v: [None, *v[1:]]), "tokens has lists that hold null"),
+    "no tokens": (_column("tokens", None), "has no column tokens"),
+    "no reasons": (_column("screened", None), "has no column screened"),
+    "no prompts": (_column("prompt_ids", None), "has no column prompt_ids"),
+    "hidden rows of another name": (_hidden("x"), "has no tensor hidden"),
+    "hidden rows of another width": (_hidden(shape=(5, 16, 7)), "hidden is BF16 [5, 16, 7]; it must be BF16 [5, 16, 32]"),
+    "few hidden rows": (_hidden(shape=(0, 16, 32)), "hidden is BF16 [0, 16, 32]"),
+    "hidden rows of whole numbers": (_hidden(dtype=torch.int64), "hidden is I64"),
+    "no shards": (_manifest(lambda m: {"shards": []}), "manifest.json has shards []"),
+    "a shard twice": (_manifest(lambda m: {"shards": m["shards"][:1] * 2}), "each is named once"),
+    "text for hidden": (_manifest(lambda m: {"hidden": "no"}), "hidden true or false"),
+    "canvases": (_manifest(lambda m: {"schema": {"canvas": "", "left": ""}}), "are of another kind of model"),
+    "decode that is a list": (_manifest(lambda m: {"request": {**m["request"], "decode": [1]}}), "request.decode must be an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_values_that_no_teacher_made_are_refused_before_any_work(tmp_path_factory, tmp_path, capsys, name):
+    """Of a folder whose checksums are right: one line, with file and row."""
+    edit, wanted = IMPOSSIBLE[name]
+    done = mini.finished(tmp_path_factory)
+    theirs = tmp_path / "theirs"
+    shutil.copytree(done.out / "trajectories", theirs)
+    edit(theirs)
+    assert cli.main(["verify", str(theirs), "--seal"]) == 0
+    values = mini.values() | {"model": str(done.recipe.parent / "teacher"), "trajectories": "theirs"}
+    del values["collect"], values["data"]["prompts"]
+    values["data"]["test"] = str(done.recipe.parent / "test.jsonl")
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(values))
+    capsys.readouterr()
+    assert cli.main(["train", str(tmp_path / "again.yaml"), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("cdlm: error: ") and said.count("\n") == 1 and wanted in said and "theirs" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_collect_has_nothing_to_do_where_trajectories_are_named(recipe, capsys):

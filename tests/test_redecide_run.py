@@ -5,15 +5,19 @@ import contextlib
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import dgemma
 import mini
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from conftest import TINY
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from cdlm import cli, data, families, hub, runs
 from cdlm.decode import DecodeConfig, decode, resolve
@@ -345,3 +349,39 @@ def test_trajectories_of_another_sampler_are_refused(tmp_path, capsys):
     other = write_run(tmp_path, collect=None, decode=hotter, trajectories=str(tmp_path / "out" / "trajectories"))
     assert cli.main(["train", str(other), "--out", str(tmp_path / "new")]) == 2
     assert "decode.sampler is" in capsys.readouterr().err and not (tmp_path / "new" / "student").exists()
+
+
+IMPOSSIBLE = {  # of a column, or of the tensors
+    "tokens": (lambda v: [*v[:-1], 58], "shard-00000.parquet, row 1: tokens holds 58; allowed: 0 to 57"),
+    "canvas": (lambda v: v[:-1], "canvas has"),
+    "accepted": (lambda v: v[:-1], "accepted has"),
+    "argmax": (lambda v: [-1, *v[1:]], "argmax holds -1"),
+    "steps": (lambda v: [], "steps has a number for each canvas"),
+    "left": (lambda v: v[:-1], "left has"),
+    "logits": (lambda t: t[:-1], "logits is F16"),
+    "ids": (lambda t: t + 58, "ids holds "),
+    "total": (lambda t: t[:, :-1].contiguous(), "total is F32"),
+}  # fmt: skip
+
+
+def test_canvases_that_no_teacher_made_are_refused_before_any_work(tmp_path, capsys):
+    """One line each, with file and row or tensor; the folder as it was collected is taken."""
+    assert cli.main(["collect", str(write_run(tmp_path)), "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    theirs = tmp_path / "theirs"
+    other = write_run(tmp_path, collect=None, trajectories="theirs")
+    shutil.copytree(tmp_path / "out" / "trajectories", theirs)
+    assert cli.main(["plan", str(other)]) == 0, capsys.readouterr().err
+    for name, (change, wanted) in IMPOSSIBLE.items():
+        shutil.rmtree(theirs)
+        shutil.copytree(tmp_path / "out" / "trajectories", theirs)
+        for file in theirs.glob("shard-*"):
+            if file.suffix == ".parquet" and name in (table := pq.read_table(file)).column_names:
+                values = pa.array([change(value) for value in table[name].to_pylist()], table.schema.field(name).type)
+                pq.write_table(table.set_column(table.column_names.index(name), name, values), file)
+            if file.suffix == ".safetensors" and name in (tensors := load_file(file)):
+                save_file({**tensors, name: change(tensors[name])}, file)
+        assert cli.main(["verify", str(theirs), "--seal"]) == 0
+        capsys.readouterr()
+        assert cli.main(["train", str(other), "--out", str(tmp_path / "new")]) == 2, name
+        said = capsys.readouterr().err
+        assert said.startswith("cdlm: error: ") and said.count("\n") == 1 and wanted in said and "theirs" in said, said

@@ -17,7 +17,7 @@ from cdlm import attention as attending
 from cdlm import files
 from cdlm.families import adapter, causal, diffusion_gemma, dream, fast_dllm_v2, llada, llada2_moe, llada_moe, native, nemotron, sdar, zaya
 from cdlm.families.base import DiffusionLM, Facts
-from cdlm.families.decoder import listed, read_json, refuse_foreign_kernels, stock_tokenizer
+from cdlm.families.decoder import listed, read_json, refuse_foreign_kernels, refuse_quantization, stock_tokenizer
 from cdlm.families.wrap import class_of, wrap
 
 FAMILIES: dict[str, ModuleType] = {
@@ -49,6 +49,7 @@ def read_config(path_or_id: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path_or_id} has no config.json; a model is a folder with config.json, safetensors and a tokenizer")
     config = read_json(file)
     refuse_foreign_kernels(config, path_or_id)
+    refuse_quantization(config, path_or_id)
     return config
 
 

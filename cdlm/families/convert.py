@@ -18,7 +18,7 @@ from torch import Tensor
 from cdlm import files as disk
 from cdlm.families import checkpoint, native
 from cdlm.families.base import DiffusionLM, Facts
-from cdlm.families.decoder import refuse_foreign_kernels
+from cdlm.families.decoder import refuse_foreign_kernels, refuse_quantization
 
 SOURCE = "diffusion_source"
 COPIED = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json", "added_tokens.json")
@@ -57,7 +57,9 @@ def skeleton(config: Any) -> Any:
     try:
         with torch.device("meta"):
             return auto_class(config.model_type).from_config(config)
-    except (TypeError, RuntimeError, ZeroDivisionError, KeyError, AssertionError) as error:
+    except KeyError as error:
+        raise ValueError(f"config.json makes no model: it names {error}, which transformers does not know") from None
+    except (TypeError, RuntimeError, ZeroDivisionError, IndexError, AttributeError, AssertionError) as error:
         raise ValueError(f"config.json makes no model: {error}") from None
 
 
@@ -67,12 +69,15 @@ def stock_config(config: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     refuse_foreign_kernels(config, "the model")
+    refuse_quantization(config, "the model")
     values = {key: value for key, value in config.items() if key not in ("transformers_version", "model_type")}
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"config.json has model_type {model_type!r}; it names the stock class, as text")
     try:
         return AutoConfig.for_model(model_type, **values)
+    except KeyError as error:
+        raise ValueError(f"config.json can't be read as {model_type}: it names {error}, which transformers does not know") from None
     except (TypeError, ZeroDivisionError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"config.json can't be read as {model_type}: {' '.join(str(error).split())}") from None
 
@@ -85,11 +90,11 @@ def load(folder: Path, config: dict[str, Any], module: ModuleType, facts: Facts,
     """The stock model, filled from the family's files one entry at a time; bad files are refused with file and key."""
     try:
         made = native_config(config, module, facts)
+        empty = skeleton(made)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     files, entries = checkpoint.Files(folder), module.entries(config)
     checkpoint.check_keys(entries, files, _ignored(config))
-    empty = skeleton(made)
     tensors = dict(checkpoint.native_tensors(entries, files, _shapes(empty), dtype))
     model = type(empty).from_pretrained(None, config=made, state_dict=tensors, dtype=dtype, attn_implementation="sdpa")
     lacking = sorted(key for key, tensor in model.state_dict().items() if tensor.device.type == "meta")
@@ -104,7 +109,12 @@ def load_stock(folder: Path, dtype: torch.dtype) -> Any:
     from cdlm.families.decoder import read_json
     from cdlm.families.wrap import class_of
 
-    files, model_type = checkpoint.Files(folder), read_json(folder / "config.json").get("model_type")
+    config = read_json(folder / "config.json")
+    try:
+        skeleton(stock_config(config))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    files, model_type = checkpoint.Files(folder), config["model_type"]
     try:
         model, found = auto_class(model_type).from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True, ignore_mismatched_sizes=True,
@@ -112,6 +122,8 @@ def load_stock(folder: Path, dtype: torch.dtype) -> Any:
         )
     except SafetensorError as error:
         raise ValueError(f"the weights at {folder} can't be read: {error}") from None
+    except (TypeError, KeyError, IndexError, AttributeError, ImportError) as error:  # of a value that only from_pretrained looks at
+        raise ValueError(f"{folder}: transformers makes no model of its config.json: {type(error).__name__}: {error}") from None
     for key, there, wanted in sorted(found["mismatched_keys"]):
         where = files.file(key) if key in files else folder
         raise ValueError(f"{where}: {key} has shape {tuple(there)}; config.json says {tuple(wanted)}")
@@ -219,7 +231,8 @@ def describe(path: str | Path, config: dict[str, Any], module: ModuleType) -> It
 
     yield f"family      {module.NAME}"
     if "auto_map" in config:
-        yield f"auto_map    names remote code ({', '.join(map(str, config['auto_map']))}); it is not run"
+        named = config["auto_map"]
+        yield f"auto_map    names remote code ({', '.join(named) if isinstance(named, dict) else named}); it is not run"
     facts, origins = facts_of(path, config, module), {**token_ids(path, config)[1], **getattr(module, "ORIGINS", {})}
     keys = {"eos_token_ids": ("eos_token_id",), "block_length": ("block_size", "bd_size", "block_length")}
     for name, value in {**facts.to_config(), "eos_token_ids": list(facts.eos_token_ids), "pad_token_id": facts.pad_token_id}.items():

@@ -34,6 +34,8 @@ def read_json(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except ValueError as error:  # also text that is not UTF-8
         raise ValueError(f"{file} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deep to be read") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds {found!r}; it must be an object with named values")
     return found
@@ -43,11 +45,17 @@ IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_imple
 LOCAL = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 
 
-def refuse_foreign_kernels(config: Any, where: Any) -> None:
-    """A ValueError for a config.json, or a part of one, that names an implementation which transformers would fetch from the Hub: code."""
+DEEPEST = 50  # levels of a config.json
+
+
+def refuse_foreign_kernels(config: Any, where: Any, level: int = 0) -> None:
+    """A ValueError for a config.json, or a part of one at this level, that names an implementation which transformers would fetch from the
+    Hub: code. And for one of more levels than any has."""
+    if level > DEEPEST:
+        raise ValueError(f"{where}: config.json is nested more than {DEEPEST} levels deep")
     if isinstance(config, list):
         for part in config:
-            refuse_foreign_kernels(part, where)
+            refuse_foreign_kernels(part, where, level + 1)
     if not isinstance(config, dict):
         return
     for key, value in config.items():
@@ -56,7 +64,16 @@ def refuse_foreign_kernels(config: Any, where: Any) -> None:
                 f"{where}: config.json has {key} {value!r}, which may be code of a repository, and is not run; allowed: "
                 f"{', '.join(map(str, LOCAL[1:]))}, or none"
             )
-        refuse_foreign_kernels(value, where)
+        refuse_foreign_kernels(value, where, level + 1)
+
+
+def refuse_quantization(config: dict[str, Any], where: Any) -> None:
+    """A ValueError for a config.json whose weights are stored in a quantized form."""
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"{where}: config.json has quantization_config {str(config['quantization_config'])[:80]}; weights that are quantized can't be "
+            "read here: take the float32, bfloat16 or float16 weights that they were made from, whose config.json has no such key"
+        )
 
 
 def listed(value: Any) -> list[int]:
