@@ -27,6 +27,7 @@ SUMS = "SHA256SUMS"
 LOCK = ".lock"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 END = "# sha256 of the lines above: "  # of a file of checksums: what is cut off or changed in it is found
+OLDER = "or of an older version"  # so ends what is said of a file of checksums without that line
 EDITABLE = ("README.md",)  # a model card is its owner's to change
 
 
@@ -251,9 +252,10 @@ def _can_be_listed(name: str) -> bool:
     return inside(name) and "\n" not in name and "\r" not in name and name == name.encode("utf-8", "replace").decode()
 
 
-def read_sums(file: Path) -> dict[str, str]:
+def read_sums(file: Path, *, elsewhere: bool = False) -> dict[str, str]:
     """Name -> checksum; a ValueError that names the line which is none, which names a file outside the folder or names one again, or that
-    says that the lines are not those that were written; a NotRead where the file can't be read."""
+    says that the lines are not those that were written; a NotRead where the file can't be read. elsewhere: it may be of another program,
+    without a checksum of its lines."""
     found: dict[str, str] = {}
     try:
         with _reading(file), file.open(encoding="utf-8", newline="") as stream:
@@ -273,23 +275,21 @@ def read_sums(file: Path) -> dict[str, str]:
         if match[2] in found:
             raise ValueError(f"{file} is damaged: line {number} names {match[2]} again")
         found[match[2]] = match[1]
-    if not ended:
-        raise ValueError(
-            f"{file} is damaged: it is cut off behind line {len(stated)}, or of an older version: no checksum of its lines ends it"
-        )
-    if lines[-2] != END + sha256("".join(f"{line}\n" for line in stated).encode()):
+    if not ended and not elsewhere:
+        raise ValueError(f"{file} is damaged: it is cut off behind line {len(stated)}, {OLDER}: no checksum of its lines ends it")
+    if ended and lines[-2] != END + sha256("".join(f"{line}\n" for line in stated).encode()):
         raise ValueError(f"{file} is damaged: its lines are not those that were written")
     return found
 
 
-def faults(file: Path, ending: str = "") -> dict[str, str]:
+def faults(file: Path, ending: str = "", *, elsewhere: bool = False) -> dict[str, str]:
     """What is wrong with the files that a file of checksums names: path -> why, "missing ..." or that it is not what was written.
 
     ending: look only at files of such names. A file of checksums that is missing or holds something else is what is wrong then. Everything
-    is read once; a NotRead names what can't be read, for that is no proof of damage.
+    is read once; a NotRead names what can't be read, for that is no proof of damage. elsewhere: see `read_sums`.
     """
     try:
-        stated = read_sums(file)
+        stated = read_sums(file, elsewhere=elsewhere)
     except FileNotFoundError:
         return {str(file): "missing"}
     except ValueError as error:
@@ -332,9 +332,13 @@ def seal(folder: Path) -> None:
 
 def require_sound_weights(folder: Path) -> None:
     """A ValueError if a safetensors file of a model's folder is not what its checksums say; a folder may have none, as one from elsewhere.
-    Its other files may be changed by their owner."""
-    if (folder / SUMS).is_file():
-        for path, why in faults(folder / SUMS, ".safetensors").items():
+    Its other files may be changed by their owner, and its checksums be of another program, if they name all weights."""
+    sums = folder / SUMS
+    if sums.is_file():
+        wrong = faults(sums, ".safetensors", elsewhere=True)
+        if not wrong and not all(path.name in read_sums(sums, elsewhere=True) for path in folder.glob("*.safetensors")):
+            wrong = faults(sums, ".safetensors")  # by their last line they may be our own, or are cut off
+        for path, why in wrong.items():
             raise ValueError(f"{path} is {why}; export it again, or, if you changed it, take it for good with cdlm verify {folder} --seal")
 
 

@@ -556,7 +556,8 @@ def _is_sound(run: Run, stage: str) -> bool:
     if sums is not None and stage != "train" and files.is_there(sums):
         wrong = files.faults(sums)
         missing = [path for path, why in wrong.items() if why.startswith("missing")]
-        own = stage == "collect" and run.shared_trajectories is None
+        older = files.OLDER in wrong.get(str(sums), "")  # to be sealed, not collected again
+        own = stage == "collect" and run.shared_trajectories is None and not older
         if wrong and (own or len(missing) == len(wrong)):
             for path, why in wrong.items():
                 run.say(f"{stage}: {path} is {why}")

@@ -678,6 +678,11 @@ def add_line(file: Path) -> None:
     file.write_text("".join([*lines, f"{'0' * 64}  nowhere\n", end]))
 
 
+def without_end(file: Path) -> None:
+    """All lines but the last, as files of checksums were before they had one."""
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+
+
 def cut_at_line(file: Path) -> None:
     """The first half of the lines."""
     lines = file.read_text().splitlines(keepends=True)
@@ -696,13 +701,16 @@ def without(file: Path, into: str = "") -> None:
 
 
 REFUSED = {  # what is changed of a finished run -> how, and what the refusal says
-    "checksums with a line too many": ("student/SHA256SUMS", add_line, ("student/SHA256SUMS is damaged: its lines", "Remove", "/student to")),
+    "checksums with a line too many": ("student/SHA256SUMS", add_line, ("student/SHA256SUMS is damaged: its lines", "/student to make")),
     "checksums without their last lines": ("student/SHA256SUMS", cut_at_line, ("student/SHA256SUMS is damaged: it is cut off", "--seal")),
+    "checksums of an older version": (
+        "trajectories/SHA256SUMS", without_end, ("trajectories/SHA256SUMS is damaged: it is cut off", "or of an older version", "--seal"),
+    ),
     "a report's checksums without their last lines": ("report.sha256", cut_at_line, ("report.sha256 is damaged: it is cut off", "--seal")),
     "a small file of the student": (
-        "student/generation_config.json", without, ("generation_config.json is missing, though SHA256SUMS names it", "Remove", "/student to"),
+        "student/generation_config.json", without, ("generation_config.json is missing, though SHA256SUMS names it", "/student to make"),
     ),
-    "the note of the trajectories": ("trajectories/collection.json", without, ("collection.json is missing, so what", "remove", "/trajectories to")),
+    "the note of the trajectories": ("trajectories/collection.json", without, ("collection.json is missing, so", "/trajectories to make")),
     "the note of the report": (NOTE, without, (f"{NOTE} is missing, so what", "remove", "report.json to make it again")),
     "the note of the export": ("export.request.json", without, ("export.request.json is missing, so what", "remove", "/export to make")),
     "a damaged note": (NOTE, flip, (f"{NOTE} is not what was written", "Remove", "report.json to make it again", "--seal")),

@@ -238,7 +238,7 @@ def test_a_read_error_is_no_damage(tmp_path, monkeypatch, name):
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)
-    for look in (files.faults, lambda sums: files.require_as_written(tmp_path / "a", sums, "this"), lambda sums: files.require_sound(sums, "this")):
+    for look in (files.faults, lambda sums: files.require_as_written(tmp_path / "a", sums, ""), lambda sums: files.require_sound(sums, "")):
         with pytest.raises(files.NotRead, match=rf"/{name} can't be read: Input/output error"):
             look(tmp_path / files.SUMS)
 
@@ -262,6 +262,21 @@ def test_a_file_of_checksums_that_is_empty_or_cut_off_vouches_for_nothing(tmp_pa
     assert why in files.faults(sums)[str(sums)]
     with pytest.raises(ValueError, match=f"{files.SUMS} is damaged: {why}"):
         files.require_sound(sums, "the folder")
+
+
+def test_checksums_of_weights_may_be_of_another_program(tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).touch()
+    lines = subprocess.run("sha256sum *", shell=True, cwd=tmp_path, capture_output=True, check=True).stdout.decode()
+    sums = tmp_path / files.SUMS
+    sums.write_text(lines)
+    files.require_sound_weights(tmp_path)
+    sums.write_text(lines.splitlines(keepends=True)[0])  # as if the rest were cut off
+    with pytest.raises(ValueError, match=r"SHA256SUMS is damaged: it is cut off behind line 1.* cdlm verify .* --seal"):
+        files.require_sound_weights(tmp_path)
+    files.seal(tmp_path)
+    (tmp_path / "c.safetensors").touch()  # of their owner
+    files.require_sound_weights(tmp_path)
 
 
 def test_links_in_a_run_folder_lead_nowhere(tmp_path):
