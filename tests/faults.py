@@ -954,6 +954,9 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "a LoRA target that is none": (
         _setting("train.lora={rank: 2, alpha: 2, targets: [query]}"), ("train.lora.targets names ['query']", "q_proj")
     ),
+    "a LoRA rank that is huge": (
+        _setting("train.lora={rank: 4611686018427387904, alpha: 2, targets: [q_proj]}"), ("train.lora.rank is 4611686018427387904", "65536")
+    ),
     "a folder as the test questions": (_setting("data.test=teacher"), ("data.test", "teacher")),
     # models
     "no model": (_setting("model=./nowhere"), ("model: nothing at",)),
@@ -1020,6 +1023,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "an answer that is too long": (_rows(f'{{"task": "copy", "prompt": "copy:a", "answer": "{"a" * 40}"}}\n' * 6), ("row 1", "16")),
     "a prompt that is too long": (_rows(f'{{"task": "copy", "prompt": "copy:{"a" * 90}", "answer": "a"}}\n' * 6), ("row 1", "24")),
     "a nested line": (_rows('{"a":' * 5000 + "1" + "}" * 5000 + "\n"), ("train.jsonl, line 1",)),
+    "a number of 5000 digits": (_rows(ROW + f'{{"prompt": {"9" * 5000}}}\n'), ("train.jsonl, line 2", "digits")),
     "a parquet file that is none": (
         lambda folder: [*_rows("PAR1", "train.parquet")(folder), "--set", "data.prompts=train.parquet"], ("train.parquet",)
     ),

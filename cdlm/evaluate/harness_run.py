@@ -26,6 +26,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from cdlm import files, terminal
 from cdlm.evaluate.harness import CDLM, add_costs
+from cdlm.processes import first, launched
 
 TASKS = Path(__file__).parents[2] / "eval" / "tasks"
 
@@ -111,7 +112,7 @@ def check_samples(cfg: EvaluatorConfig, tasks: dict[str, Task]) -> None:
     if unknown := sorted(set(cfg.samples or {}) - set(tasks)):
         raise ValueError(f"--samples names {', '.join(unknown)}; the tasks are {', '.join(tasks)}")
     cfg.samples = {name: sorted(set(chosen)) for name, chosen in cfg.samples.items()} if cfg.samples else None
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = launched()
     for name, task in tasks.items():
         total = len(task.eval_docs)
         chosen = (cfg.samples or {}).get(name)
@@ -192,8 +193,7 @@ def run(model: str, arguments: list[str], say: Callable[[str], None] = print) ->
     cfg = configured(model, arguments)
     manager = find_tasks(cfg)
     kept = cfg.model_args.get("resume") or beside(cfg.output_path)
-    first = os.environ.get("RANK", "0") == "0"
-    with files.locked_place(Path(kept)) if kept and first else contextlib.nullcontext():
+    with files.locked_place(Path(kept)) if kept and first() else contextlib.nullcontext():
         return _run(cfg, manager, model, arguments, say)
 
 
