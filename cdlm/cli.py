@@ -25,6 +25,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as every other error is said."""
 
     def error(self, message: str) -> NoReturn:
+        if "--debug" in message.partition("unrecognized arguments:")[2].split():
+            message += "; --debug stands before COMMAND, as in cdlm --debug distill RECIPE"
         self.exit(2, f"cdlm: error: {terminal.line(' '.join(message.split()))} (see {self.prog} --help)\n")
 
 

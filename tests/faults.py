@@ -1032,6 +1032,11 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "no command": (_command(), ("COMMAND",)),
     "an unknown command": (_command("distil", "mini.yaml"), ("'distil'", "distill")),
     "an unknown flag": (_command("distill", "mini.yaml", "--setz", "a=1"), ("--setz",)),
+    "--debug behind the command": (_command("distill", "--debug", "mini.yaml"), ("--debug stands before COMMAND",)),
+    "eval without tasks": (_command("eval", "teacher"), ("--tasks is missing", "lm-eval ls tasks")),
+    "a folder without a tokenizer": (
+        _teacher(lambda m: [file.unlink() for file in m.glob("tokenizer*")] and None, "generate"), ("teacher has no tokenizer",)
+    ),
     "a flag without its value": (_command("generate", "teacher", "--prompt"), ("--prompt", "expected one argument")),
     "text for a flag's number": (_command("generate", "teacher", "--prompt", "copy:a", "--steps", "x"), ("--steps", "'x'")),
     "NaN as a temperature": (_command("generate", "teacher", "--prompt", "copy:a", "--temperature", "nan"), ("temperature is nan",)),
@@ -1049,7 +1054,10 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-OF_THE_PARSER = ("no command", "an unknown command", "an unknown flag", "a flag without its value", "text for a flag's number")
+OF_THE_PARSER = (
+    "no command", "an unknown command", "an unknown flag", "a flag without its value", "text for a flag's number",
+    "--debug behind the command",
+)  # fmt: skip
 
 
 def bad(world: World, out: Path, name: str) -> str:

@@ -36,6 +36,8 @@ def configured(model: str, arguments: list[str]) -> EvaluatorConfig:
     parser = argparse.ArgumentParser(prog="cdlm eval MODEL")
     Run.create(parser.add_subparsers(dest="command"))
     flags = parser.parse_args(["run", *arguments])
+    if not flags.tasks and not flags.config:
+        raise ValueError(f"--tasks is missing: name tasks, as in --tasks A,B; `lm-eval ls tasks` lists the harness's, {TASKS} holds others")
     cfg = EvaluatorConfig.from_cli(flags)
     cfg.device = flags.device or "cpu"  # the harness's own default is a GPU, whether there is one or not
     if "pretrained" in cfg.model_args:
