@@ -26,6 +26,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as every other error is said."""
 
     def error(self, message: str) -> NoReturn:
+        if "--debug" in message.partition("unrecognized arguments:")[2].split():
+            message += "; --debug stands before COMMAND, as in cdlm --debug distill RECIPE"
         self.exit(2, f"cdlm: error: {terminal.line(' '.join(message.split()))} (see {self.prog} --help)\n")
 
 
@@ -226,9 +228,10 @@ def _main(arguments: list[str] | None) -> int:
     args.typed = sys.argv[1:] if arguments is None else arguments
     from safetensors import SafetensorError
 
-    if not _is_shared(args) and not processes.first():
-        return 0
     try:
+        processes.check_launcher()
+        if not _is_shared(args) and not processes.first():
+            return 0
         own = {
             "generate": _generate, "roofline": _roofline, "kernels": _kernels, "inspect": _inspect, "convert": _convert,
             "import": _import, "push": _push, "eval": _eval, "bench": _bench, "compare": _compare, "verify": _verify,
@@ -639,14 +642,10 @@ def _roofline(args: argparse.Namespace) -> int:
     if args.model in SHAPES:
         shape = SHAPES[args.model]
     elif Path(args.model).exists():
-        import json
+        from cdlm.families.decoder import read_json
 
         file = Path(args.model) / "config.json" if Path(args.model).is_dir() else Path(args.model)
-        try:
-            config = json.loads(file.read_text())
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from None
-        shape = roofline.shape_of_config(config, str(file))
+        shape = roofline.shape_of_config(read_json(file), str(file))
     else:
         raise ValueError(f"no model {args.model!r}: neither a file or folder here nor one of {', '.join(SHAPES)}")
     if args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):

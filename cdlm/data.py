@@ -136,7 +136,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(stream, start=1):
                 try:
                     row = json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:  # a ValueError is also a number of more digits than Python reads
                     raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, line {number} is {row!r}; every line is an object with named columns")
@@ -171,7 +171,7 @@ def stream_rows(path: Path) -> Iterator[dict[str, Any]]:
     elif path.suffix == ".json":
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{path} is no list of objects with named columns")

@@ -108,12 +108,26 @@ ALONE = Processes()
 
 def launched() -> int:
     """How many processes the launcher started, of which this is one; 1 when there is no launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _whole("WORLD_SIZE", "1", 1)
+
+
+def _whole(variable: str, default: str, least: int) -> int:
+    """A number that the launcher puts into the environment; a ValueError where it is none."""
+    value = os.environ.get(variable, default)
+    if not (value.isascii() and value.isdigit() and least <= int(value[:10]) < 2**31):
+        raise ValueError(f"{variable} is {value[:80]!r}; a launcher sets it to a whole number of at least {least}: unset it")
+    return int(value)
+
+
+def check_launcher() -> None:
+    """A ValueError where what the launcher says of the processes is no number."""
+    for variable, least in {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0}.items():
+        _whole(variable, str(least), least)
 
 
 def first() -> bool:
     """Whether this is the first of the processes that were launched, which does what is not shared, and says what all would say."""
-    return launched() == 1 or os.environ.get("RANK", "0") == "0"
+    return launched() == 1 or _whole("RANK", "0", 0) == 0
 
 
 def check_device(name: str) -> None:
@@ -131,9 +145,9 @@ def check_device(name: str) -> None:
             raise RuntimeError
         else:
             torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError, ImportError, AttributeError):  # also of devices whose package is not there
         raise ValueError(f"device is {name!r}; this machine has no such device, cpu is always there") from None
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(launched())))  # processes on this machine
+    here = _whole("LOCAL_WORLD_SIZE", str(launched()), 1)  # processes on this machine
     if device.type == "cuda" and here > 1:
         wrong = ""
         if device.index is not None:

@@ -585,8 +585,8 @@ def check(recipe: Recipe) -> None:
     if t.objective in ("bd3lm", "tidar") and r.model is None:
         raise ValueError(f"objective {t.objective} starts from a model that can write: give model, not scratch")
     if t.lora is not None:
-        within("train.lora.rank", t.lora.rank, 1)
-        within("train.lora.alpha", t.lora.alpha, 1)
+        within("train.lora.rank", t.lora.rank, 1, 2**16)  # above the width of any layer
+        within("train.lora.alpha", t.lora.alpha, 1, 2**31 - 1)
         within("train.lora.dropout", t.lora.dropout, 0, 1)
         if not t.lora.targets:
             raise ValueError("train.lora.targets is empty; name the linear layers that get an adapter, or set train.lora to null")

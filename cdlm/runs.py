@@ -421,7 +421,7 @@ class Run:
         vocabulary, width = max(shape[0], (facts.mask_token_id or 0) + 1), shape[1]  # a mask token that is added has a row of its own
         filled = slots(facts, d.max_new_tokens, d.block_length)
         if self.redecides() != ("canvas" in schema):
-            raise ValueError(f"the trajectories at {self.trajectories} are of another kind of model than {self.recipe.model}: {list(schema)}")
+            raise ValueError(f"the trajectories at {self.trajectories} are of another kind of model than {self.recipe.model}")
         if self.redecides():
             canvases.check_folder(self.trajectories, vocabulary=vocabulary, slots=filled, canvas_length=d.block_length)
         else:

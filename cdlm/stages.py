@@ -549,6 +549,11 @@ def _export(run: Run) -> None:
             decoding=decoding or {"confidence_threshold": threshold},
             card=card(adapter=True, stock=stock), eval_results=results, with_decoder=stock,
         )
+    if adapter is not None and base_model is None:
+        run.say(
+            "export: the recipe names no export.base_model, so the adapter's base_model_name_or_path is null, and nothing can load it: "
+            "name the Hub repository of its base there and export again"
+        )
     if r.export.dtype is not None:
         student.hf.to(families.DTYPES[r.export.dtype])
     for name in PUSHED:

@@ -459,7 +459,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if not isinstance(manifest.get(key), kind):
             raise ValueError(f"{file} has {key} {str(manifest.get(key))[:80]}; it is damaged: collect again, or import again")
     if not isinstance(manifest["request"].get("decode", {}), dict) or not isinstance(manifest.get("hidden", True), bool):
-        raise ValueError(f"{file}: request.decode must be an object and hidden true or false; it is damaged: collect again, or import again")
+        raise ValueError(f"{file}: request.decode must be an object, hidden true or false; it is damaged: collect again, or import again")
     return manifest
 
 
@@ -561,7 +561,7 @@ def _kind(kind: Any) -> str:
 
 def require_shape(stored: Any, file: Path, name: str, shape: list[int | None], dtype: str) -> list[int]:
     """The shape of a tensor in an open safetensors file; a ValueError where it is not there or is another one (None: any size)."""
-    if name not in stored.keys():  # noqa: SIM118  (it is no dictionary)
+    if name not in stored.keys():
         raise ValueError(f"{file} has no tensor {name}")
     found = stored.get_slice(name)
     there = found.get_shape()

@@ -1034,6 +1034,9 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "a LoRA target that is none": (
         _setting("train.lora={rank: 2, alpha: 2, targets: [query]}"), ("train.lora.targets names ['query']", "q_proj")
     ),
+    "a LoRA rank that is huge": (
+        _setting("train.lora={rank: 4611686018427387904, alpha: 2, targets: [q_proj]}"), ("train.lora.rank is 4611686018427387904", "65536")
+    ),
     "a folder as the test questions": (_setting("data.test=teacher"), ("data.test", "teacher")),
     # models
     "no model": (_setting("model=./nowhere"), ("model: nothing at",)),
@@ -1100,6 +1103,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "an answer that is too long": (_rows(f'{{"task": "copy", "prompt": "copy:a", "answer": "{"a" * 40}"}}\n' * 6), ("row 1", "16")),
     "a prompt that is too long": (_rows(f'{{"task": "copy", "prompt": "copy:{"a" * 90}", "answer": "a"}}\n' * 6), ("row 1", "24")),
     "a nested line": (_rows('{"a":' * 5000 + "1" + "}" * 5000 + "\n"), ("train.jsonl, line 1",)),
+    "a number of 5000 digits": (_rows(ROW + f'{{"prompt": {"9" * 5000}}}\n'), ("train.jsonl, line 2", "digits")),
     "a parquet file that is none": (
         lambda folder: [*_rows("PAR1", "train.parquet")(folder), "--set", "data.prompts=train.parquet"], ("train.parquet",)
     ),
@@ -1108,6 +1112,11 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
     "no command": (_command(), ("COMMAND",)),
     "an unknown command": (_command("distil", "mini.yaml"), ("'distil'", "distill")),
     "an unknown flag": (_command("distill", "mini.yaml", "--setz", "a=1"), ("--setz",)),
+    "--debug behind the command": (_command("distill", "--debug", "mini.yaml"), ("--debug stands before COMMAND",)),
+    "eval without tasks": (_command("eval", "teacher"), ("--tasks is missing", "lm-eval ls tasks")),
+    "a folder without a tokenizer": (
+        _teacher(lambda m: [file.unlink() for file in m.glob("tokenizer*")] and None, "generate"), ("teacher has no tokenizer",)
+    ),
     "a flag without its value": (_command("generate", "teacher", "--prompt"), ("--prompt", "expected one argument")),
     "text for a flag's number": (_command("generate", "teacher", "--prompt", "copy:a", "--steps", "x"), ("--steps", "'x'")),
     "NaN as a temperature": (_command("generate", "teacher", "--prompt", "copy:a", "--temperature", "nan"), ("temperature is nan",)),
@@ -1125,7 +1134,10 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-OF_THE_PARSER = ("no command", "an unknown command", "an unknown flag", "a flag without its value", "text for a flag's number")
+OF_THE_PARSER = (
+    "no command", "an unknown command", "an unknown flag", "a flag without its value", "text for a flag's number",
+    "--debug behind the command",
+)  # fmt: skip
 
 
 def bad(world: World, out: Path, name: str) -> str:

@@ -401,7 +401,9 @@ def _manifest(change):
 
 
 IMPOSSIBLE = {
-    "a token beyond the vocabulary": (_column("tokens", lambda v: [*v[:-1], 58]), "shard-00000.parquet, row 1: tokens holds 58; allowed: 0 to 57"),
+    "a token beyond the vocabulary": (
+        _column("tokens", lambda v: [*v[:-1], 58]), "shard-00000.parquet, row 1: tokens holds 58; allowed: 0 to 57",
+    ),
     "a negative token": (_column("tokens", lambda v: [-5, *v[1:]]), "tokens holds -5"),
     "few tokens": (_column("tokens", lambda v: v[:3]), "tokens has 3 values; there are 16 slots"),
     "a prompt beyond the vocabulary": (_column("prompt_ids", lambda v: [10**6, *v]), "prompt_ids holds 1000000"),

@@ -256,7 +256,9 @@ def with_gpus(monkeypatch, count, **environment):
 @pytest.mark.parametrize(("device", "gpus", "processes", "words"), [
     ("cuda", 2, 1, None), ("cuda:1", 2, 1, None), ("cuda", 2, 2, None), ("cpu", 0, 4, None),
     ("cuda:2", 2, 1, "device is 'cuda:2'; this machine has no such device"), ("cuda", 0, 1, "this machine has no such device"),
-    ("cuda", 0, 2, "this machine has no such device"), ("meta", 2, 1, "no such device"), ("gpu", 2, 1, "device is 'gpu'; this machine has"),
+    ("cuda", 0, 2, "this machine has no such device"), ("meta", 2, 1, "no such device"),
+    ("hpu", 0, 1, "device is 'hpu'; this machine has no such device"), ("privateuseone", 0, 1, "this machine has no such device"),
+    ("gpu", 2, 1, "device is 'gpu'; this machine has"),
     ("cuda:0", 2, 2, "device is 'cuda:0', one GPU for the 2 processes of this machine; each takes one of its own: device cuda"),
     ("cuda", 2, 4, "4 processes were launched on this machine, which has 2 GPUs; each needs one of its own"),
 ])  # fmt: skip
@@ -267,6 +269,18 @@ def test_a_device_for_each_process(monkeypatch, device, gpus, processes, words):
         return check_device(device)
     with pytest.raises(ValueError, match=words):
         check_device(device)
+
+
+@pytest.mark.parametrize(("variable", "value"), [
+    ("WORLD_SIZE", "abc"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-3"), ("WORLD_SIZE", "9" * 5000), ("RANK", "x"),
+    ("RANK", "-1"), ("LOCAL_WORLD_SIZE", "y"),
+])  # fmt: skip
+def test_what_a_launcher_says_is_a_number(monkeypatch, capsys, tmp_path, variable, value):
+    monkeypatch.setenv(variable, value)
+    for words in (["plan", "nowhere.yaml"], ["distill", "nowhere.yaml"], ["generate", "nowhere", "--prompt", "x"]):
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{variable} is {value[:80]!r}; a launcher sets it to a whole number of at least" in said
 
 
 @pytest.mark.parametrize("rank", [0, 1])

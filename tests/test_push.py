@@ -438,10 +438,24 @@ def test_the_adapter_that_training_wrote_is_refused_for_its_base(done, capsys):
 def test_an_export_without_a_base_repository_has_an_adapter_that_is_not_pushed(done, tmp_path, capsys):
     out = done.copy(tmp_path / "out")
     shutil.rmtree(out / "export")
-    stages.export(runs.Run(recipe.load(done.recipe, ["export.base_model=null"]), out, say=lambda text: None))
-    assert cli.main(["push", str(out / "export"), "--repo-id", "me/adapter", "--adapter-only"]) == 2
-    assert "names no base" in capsys.readouterr().err
+    said = []
+    stages.export(runs.Run(recipe.load(done.recipe, ["export.base_model=null"]), out, say=said.append))
+    assert any("names no export.base_model, so the adapter's base_model_name_or_path is null" in line for line in said)
+    for words in (["push", str(out / "export"), "--repo-id", "me/adapter", "--adapter-only"], ["inspect", str(out / "export" / "adapter")]):
+        assert cli.main(words) == 2
+        error = capsys.readouterr().err
+        assert "names no base" in error and "export.base_model" in error
     assert hub.pack(out / "export", "me/student").weights == ["model.safetensors"], "merged it can go"
+
+
+def test_the_student_of_a_run_has_no_tokenizer_and_it_is_said_what_has(done, capsys):
+    """A LoRA run's student/ is the adapter that training wrote; generate and eval name the export."""
+    for words in (["generate", str(done.out / "student"), "--prompt", "copy:ab"],
+                  ["eval", str(done.out / "student"), "--tasks", "small_world", "--limit", "1"]):  # fmt: skip
+        assert cli.main(words) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"{done.out / 'student'} has no tokenizer" in error
+        assert f"take {done.out / 'export'}, or {done.out / 'export' / 'adapter'}" in error
 
 
 def test_a_student_without_lora_has_no_adapter(tmp_path_factory, capsys):

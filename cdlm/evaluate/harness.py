@@ -32,7 +32,7 @@ from cdlm.evaluate import likelihood
 from cdlm.evaluate.clock import seconds
 from cdlm.families import adapter
 from cdlm.families.base import NotFinite
-from cdlm.processes import check_device
+from cdlm.processes import check_device, launched
 
 DECODING = tuple(field.name for field in fields(DecodeConfig) if field.name not in ("use_cache", "block_causal", "temperature"))
 OWN = ("pretrained", "family", "dtype", "device", "batch_size", "attention", "nelbo_samples", "seed", "resume", "special_tokens")
@@ -154,7 +154,7 @@ def settled(text: str, until: Iterable[str]) -> bool:
 
 def processes(device: str) -> Any:
     """The Accelerator of a process that `accelerate launch` (or torchrun) started beside others; None in a process that is alone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if launched() == 1:
         return None
     try:
         from accelerate import Accelerator, InitProcessGroupKwargs

@@ -26,6 +26,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from cdlm import files, processes, terminal
 from cdlm.evaluate.harness import CDLM, add_costs
+from cdlm.processes import launched
 
 TASKS = Path(__file__).parents[2] / "eval" / "tasks"
 
@@ -35,6 +36,8 @@ def configured(model: str, arguments: list[str]) -> EvaluatorConfig:
     parser = argparse.ArgumentParser(prog="cdlm eval MODEL")
     Run.create(parser.add_subparsers(dest="command"))
     flags = parser.parse_args(["run", *arguments])
+    if not flags.tasks and not flags.config:
+        raise ValueError(f"--tasks is missing: name tasks, as in --tasks A,B; `lm-eval ls tasks` lists the harness's, {TASKS} holds others")
     cfg = EvaluatorConfig.from_cli(flags)
     cfg.device = flags.device or "cpu"  # the harness's own default is a GPU, whether there is one or not
     if "pretrained" in cfg.model_args:
@@ -111,7 +114,7 @@ def check_samples(cfg: EvaluatorConfig, tasks: dict[str, Task]) -> None:
     if unknown := sorted(set(cfg.samples or {}) - set(tasks)):
         raise ValueError(f"--samples names {', '.join(unknown)}; the tasks are {', '.join(tasks)}")
     cfg.samples = {name: sorted(set(chosen)) for name, chosen in cfg.samples.items()} if cfg.samples else None
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = launched()
     for name, task in tasks.items():
         total = len(task.eval_docs)
         chosen = (cfg.samples or {}).get(name)

@@ -23,7 +23,10 @@ def base_of(file: Path) -> str:
     """The base that an adapter_config.json names."""
     base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{file} names no base: base_model_name_or_path is {base!r}; it must be a Hub repository of the form user/name")
+        raise ValueError(
+            f"{file} names no base: base_model_name_or_path is {base!r}; it must be a Hub repository of the form user/name. An export "
+            "takes it from the recipe's export.base_model: name it there and export again"
+        )
     return base
 
 

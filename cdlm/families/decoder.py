@@ -101,6 +101,24 @@ def refuse(config: dict[str, Any], family: str, native: str, allowed: dict[str, 
             raise ValueError(f"{family}: config.json has {key} {config[key]!r}, which {native} can't express; allowed: {shown}")
 
 
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
+
+def require_tokenizer(path_or_id: Any) -> None:
+    """A ValueError for a folder here that holds no file of a tokenizer, as a run's student/ is."""
+    folder = Path(path_or_id)
+    if not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZERS):
+        return
+    run = folder.absolute().parent
+    instead = ""
+    if (folder / "request.json").is_file():  # the note of a run's training
+        adapter = f", or {run / 'export' / 'adapter'}" if (folder / "adapter_config.json").is_file() else ""
+        instead = f"; it is the student of a run, not a folder to use: take {run / 'export'}{adapter}, which the stage export writes"
+    raise ValueError(f"{folder} has no tokenizer (tokenizer.json and tokenizer_config.json){instead}")
+
+
 def stock_tokenizer(path_or_id: Any, **values: Any) -> Any:
     """The tokenizer of a folder or Hub repository in a class of transformers' own; code of the repository is not run.
 
@@ -109,6 +127,7 @@ def stock_tokenizer(path_or_id: Any, **values: Any) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+    require_tokenizer(path_or_id)
     try:
         return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=False, **values)
     except ValueError as error:
