@@ -152,8 +152,11 @@ WRONG = {
     "no examples": ({"train.num_examples": 0}, "train.num_examples is 0; it must be at least 1"),
     "no questions": ({"evaluate.num_prompts": 0}, "evaluate.num_prompts is 0; it must be at least 1"),
     "lora without targets": ({"train.lora": {"rank": 1, "alpha": 1, "targets": []}}, "train.lora.targets is empty; name the linear "),
-    "lora alpha": ({"train.lora": {"rank": 1, "alpha": 0, "targets": ["q"]}}, "train.lora.alpha is 0; it must be at least 1"),
-    "lora rank": ({"train.lora": {"rank": 0, "alpha": 1, "targets": ["q"]}}, "train.lora.rank is 0; it must be at least 1"),
+    "lora alpha": ({"train.lora": {"rank": 1, "alpha": 0, "targets": ["q"]}}, "train.lora.alpha is 0; it must be between 1 and 2147483647"),
+    "lora rank": ({"train.lora": {"rank": 0, "alpha": 1, "targets": ["q"]}}, "train.lora.rank is 0; it must be between 1 and 65536"),
+    "huge lora rank": (
+        {"train.lora": {"rank": 10**23, "alpha": 1, "targets": ["q"]}}, f"train.lora.rank is {10**23}; it must be between 1 and 65536"
+    ),
     "lora dropout": (
         {"train.lora": {"rank": 1, "alpha": 1, "targets": ["q"], "dropout": 2}}, "train.lora.dropout is 2.0; it must be between 0 and 1"
     ),

@@ -271,7 +271,10 @@ def test_a_config_without_sizes_is_refused(tmp_path, capsys):
     assert "config.json has none of num_hidden_layers, n_layers" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("[1]")
     assert cli.main(["roofline", str(tmp_path)]) == 2
-    assert "config.json holds list; it must be an object" in capsys.readouterr().err
+    assert "config.json holds [1]; it must be an object" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert cli.main(["roofline", str(tmp_path)]) == 2
+    assert "config.json is nested too deep" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_attention_heads": 0}')
     assert cli.main(["roofline", str(tmp_path)]) == 2
     assert "has 0 attention heads" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{file} is nested too deep to be read") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds {found!r}; it must be an object with named values")
+        raise ValueError(f"{file} holds {repr(found)[:80]}; it must be an object with named values")
     return found
 
 
