@@ -94,7 +94,7 @@ class CDLMTrainer(Trainer):
         if self.lengths is None:
             order = Shuffled(len(rows), args.seed if args.data_seed is None else args.data_seed)
         else:
-            order = LengthGrouped(self.lengths, grouped, args.seed, used=len(rows) // per_step * per_step)
+            order = LengthGrouped(self.lengths, grouped, args.seed, used=len(self.lengths) // per_step * per_step)
         sampler = WholeSteps(order, per_step, grouped, in_groups=isinstance(rows, AnswerNoise))
         self._epoch.listeners += (sampler,)
         return sampler
