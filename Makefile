@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup distill teacher baseline-ar draft zaya diffusiongemma ablation eval bench results smoke kernels gpu-check test faults check clean
+.PHONY: setup distill teacher baseline-ar draft zaya diffusiongemma ablation eval bench results smoke kernels gpu-check test slow faults check clean
 
 # The main job: all stages of a recipe that are not yet done, ending with a table. NPROC=8: in so many processes, one a GPU (on a machine
 # without one, on its cores, with ddp), under an engine of recipes/accelerate/: ENGINE=ddp, fsdp2, zero3 (needs: pip install deepspeed).
@@ -76,6 +76,10 @@ gpu-check: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+# What takes minutes and is not among those: attention's whole grid, 320 cases, of which they take 80.
+slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
 
 # Kills, full disks, damaged files, bad and hostile input, 10,000 random recipes and decodings: a line a case. GROUPS="kill disk": only these.
 GROUPS ?=
