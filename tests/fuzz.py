@@ -63,8 +63,8 @@ def changed_recipe(edits: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
 
 
 def check_recipe(folder: Path, text: str, keys: list[tuple[str, ...]] | None = None) -> bool:
-    """A recipe is taken, and then means the same written down again, or it is refused by one ValueError of bounded length, which names the
-    file, or one of the keys that were changed (keys; their section for what is missing in it)."""
+    """A recipe is taken, and then means the same written down again, or it is refused by one ValueError of bounded length, which names
+    one of the keys that were changed (keys, None where it is no recipe; their section for what is missing in it)."""
     file = folder / "fuzz.yaml"
     file.write_text(text, encoding="utf-8")
     try:
@@ -72,9 +72,8 @@ def check_recipe(folder: Path, text: str, keys: list[tuple[str, ...]] | None = N
     except ValueError as error:
         assert type(error) in (ValueError, recipe.DoubleKey), repr(error)
         assert 0 < len(str(error)) < 3000
-        shown = terminal.visible(str(error))
-        named = [str(file)] if keys is None else [terminal.visible(part) for key in keys for part in key]
-        assert any(name in shown for name in named), f"{error} names none of {named}"
+        named = [""] if keys is None else [terminal.visible(part[:80], keep="") for key in keys for part in key]
+        assert any(name in str(error) for name in named), f"{error} names none of {named}"
         return False
     plain = {key: value for key, value in asdict(found).items() if key != "folder"}
     json.dumps(plain)
