@@ -342,20 +342,24 @@ def require_sound_weights(folder: Path) -> None:
             raise ValueError(f"{path} is {why}; export it again, or, if you changed it, take it for good with cdlm verify {folder} --seal")
 
 
-def require_sound(file: Path, what: str) -> None:
-    """A ValueError that names the first file that is not what was written, or that there are no checksums. what: the folder's content."""
+AGAIN = "to make it again"
+
+
+def require_sound(file: Path, what: str | Path, then: str = AGAIN) -> None:
+    """A ValueError that names the first file that is not what was written, or that there are no checksums. what: the folder's content, or
+    what else can be removed; then: what for."""
     if not is_there(file):
         raise ValueError(
-            f"{what} has no checksums ({file} is missing), so it can't be told from a damaged one: remove it to make it again, or, if you "
-            f"trust it, write them with cdlm verify {file.parent} --seal"
+            f"{what} has no checksums ({file} is missing), so it can't be told from a damaged one: remove it {then}, or, if you trust it, "
+            f"write them with cdlm verify {file.parent} --seal"
         )
     for path, why in faults(file).items():
-        raise ValueError(f"{path} is {why}. {remedy(what, file)}")
+        raise ValueError(f"{path} is {why}. {remedy(what, file, then)}")
 
 
-def remedy(what: str | Path, file: Path) -> str:
-    """What can be done about a file that is not what its file of checksums says. what: that which its stage makes again."""
-    return f"Remove {what} to make it again, or, if you changed it, take it for good with cdlm verify {file.parent} --seal"
+def remedy(what: str | Path, file: Path, then: str = AGAIN) -> str:
+    """What can be done about a file that is not what its file of checksums says; arguments as of `require_sound`."""
+    return f"Remove {what} {then}, or, if you changed it, take it for good with cdlm verify {file.parent} --seal"
 
 
 # ---- one writer ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from cdlm.recipe import OTHER_MODEL
 from cdlm.runs import REDECIDING_METHODS, Run, proposals_of
 from cdlm.speculate import SpeculateConfig
 
-ORDINARY = ("student_sequential", "student", "student_uncached")  # what the student does; of the others the teacher does most
+OF_THE_STUDENT = ("student_sequential", "student", "student_uncached")
 
 
 class Methods:
@@ -56,7 +56,7 @@ class Methods:
             return [Method(name, None, GenerateConfig(self.run.recipe.decode.max_new_tokens), self.other, contextlib.nullcontext)]
         if name in self.drafting:
             return self.drafting[name]
-        who = (self.student, contextlib.nullcontext) if name in ORDINARY else (self.teacher, self.teacher_weights)
+        who = (self.student, contextlib.nullcontext) if name in OF_THE_STUDENT else (self.teacher, self.teacher_weights)
         return [Method(name, parameter, config, *who) for parameter, config in self._decodings(name)]
 
     def _decodings(self, name: str) -> list[tuple[float | None, DecodeConfig]]:

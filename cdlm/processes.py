@@ -146,7 +146,7 @@ def check_device(name: str) -> None:
         else:
             torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError, AttributeError):  # also of devices whose package is not there
-        raise ValueError(f"device is {name!r}; this machine has no such device, cpu is always there") from None
+        raise _error(f"device is {name!r}; this machine has no such device, cpu is always there") from None
     here = _whole("LOCAL_WORLD_SIZE", str(launched()), 1)  # processes on this machine
     if device.type == "cuda" and here > 1:
         wrong = ""
@@ -158,20 +158,29 @@ def check_device(name: str) -> None:
             raise _error(wrong)
 
 
-def check_checkpoints() -> None:
-    """A ValueError where the launcher asks FSDP for checkpoints in shares: they come with a pickle, which training does not read."""
-    kind = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")  # accelerate's default under FSDP2
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FULL_STATE_DICT":
+def _asks(variable: str) -> bool:
+    """Whether the launcher asks for an engine, by its variable."""
+    return os.environ.get(variable, "false").lower() == "true"
+
+
+def check_checkpoints(kind: str | None = None) -> None:
+    """A ValueError for FSDP's checkpoints in shares: they come with a pickle, which training does not read. kind: the type of its state
+    dicts; None for what the launcher asks, if it asks for FSDP."""
+    if kind is None and _asks("ACCELERATE_USE_FSDP"):
+        kind = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")  # accelerate's default under FSDP2
+    if kind not in (None, "FULL_STATE_DICT"):
         raise _error(f"fsdp_state_dict_type is {kind}; it must be FULL_STATE_DICT: others keep a pickle, which is never read")
 
 
-def check_engine(device: str, *, shares_layers: bool) -> None:
-    """A ValueError where the launcher asks for an engine that can't train: one that shards, on CPUs, for which accelerate has none, or a
-    model whose parts share their layers (shares_layers)."""
+def check_engine(device: str, *, shares_layers: bool, engine: str | None = None) -> None:
+    """A ValueError where the launcher asks for an engine that shards, and can't train: accelerate does not run it on this device, or parts
+    of the model share their layers (shares_layers). engine: what accelerate made of it; None before it did, when it is known
+    that it has none for CPUs."""
     for name, variable in {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}.items():
-        if os.environ.get(variable, "false").lower() != "true":
+        if not _asks(variable):
             continue
-        if device == "cpu" and "ACCELERATE_TORCH_DEVICE" not in os.environ:
+        before = device == "cpu" and "ACCELERATE_TORCH_DEVICE" not in os.environ
+        if before if engine is None else engine != name.lower():
             raise ValueError(f"accelerate was asked for {name}, which it does not run on this device ({device}); take DDP")
         if shares_layers:
             raise ValueError(

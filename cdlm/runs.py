@@ -110,7 +110,7 @@ class Run:
         """A ValueError unless what a finished stage wrote is still that. Its files are read once a run."""
         sums = self.sums(stage)
         if stage not in self.sound and sums is not None:
-            files.require_sound(sums, f"{self.out / 'report.json'}" if stage == "evaluate" else str(sums.parent))
+            files.require_sound(sums, self.out / "report.json" if stage == "evaluate" else sums.parent)
             if stage == "train":
                 self.require_sound_log()
         self.sound.add(stage)
@@ -121,16 +121,10 @@ class Run:
         log, sums, report_sums = self.out / "log.jsonl", self.out / LOG_SUMS, self.out / REPORT_SUMS
         if not files.is_there(log):
             return
-        remedy = f"remove {log} to go on without loss curves"
-        if files.is_there(sums):
-            _require_stated(sums, remedy)
-        elif files.is_there(report_sums) and log.name in files.read_sums(report_sums):
+        if not files.is_there(sums) and files.is_there(report_sums) and log.name in files.read_sums(report_sums):
             files.require_as_written(log, report_sums, log)
         else:
-            raise ValueError(
-                f"{log} has no checksums ({sums} is missing), so it can't be told from a damaged one: {remedy}, or, if you trust it, write "
-                f"them with cdlm verify {self.out} --seal"
-            )
+            files.require_sound(sums, log, "to go on without loss curves")
 
     def load_teacher(self) -> DiffusionLM:
         """The model that the recipe starts from: the teacher, or a fresh one for `scratch`."""
@@ -448,12 +442,6 @@ class Run:
         return self._hashes.of(r.model_path())
 
 
-def _require_stated(sums: Path, remedy: str) -> None:
-    """A ValueError that names the first file which is not what its checksums say, and what to do."""
-    for path, why in files.faults(sums).items():
-        raise ValueError(f"{path} is {why}; {remedy}, or, if you changed it, take it for good with cdlm verify {sums.parent} --seal")
-
-
 def _check_unread(r: Recipe, redecides: bool) -> None:
     """A ValueError for a key that nothing reads of such a model, and that is given another value than its default."""
     kind = "decides every slot at every step" if redecides else "fills a slot once"
@@ -546,7 +534,7 @@ def is_done(run: Run, stage: str, *, sound: bool = True) -> bool:
     if (sums := run.sums(stage)) is not None:
         files.require_as_written(note, sums, result)
     if note.name in NOTE_SUMS and files.is_there(own := run.out / NOTE_SUMS[note.name]):  # of an older version there is none
-        _require_stated(own, f"remove {result} to make it again")
+        files.require_sound(own, result)
     trajectories.compare(note, request_of(run, stage), result)
     return not sound or stage in run.sound or _is_sound(run, stage)
 

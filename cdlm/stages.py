@@ -34,7 +34,12 @@ from cdlm.recipe import Recipe
 from cdlm.runs import OF_A_MODEL, Run, is_done, leave_note, proposals_of, request_of, shape_of, slow_proposals
 from cdlm.verify import LOG_SUMS, NOTE_SUMS
 
-PUSHED = ("push.request.json", NOTE_SUMS["push.request.json"])
+RESULTS = {  # a stage -> the folder that it puts in place whole, and the files beside it; the last to be written comes first
+    "collect": (), "train": ("student/", "log.jsonl", LOG_SUMS),
+    "evaluate": ("report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, "evaluate.request.json"),
+    "export": ("export/", "export.request.json", NOTE_SUMS["export.request.json"]),
+    "push": ("push.request.json", NOTE_SUMS["push.request.json"]),
+}
 
 
 # ---- collect ---------------------------------------------------------------------------------------------------------
@@ -293,13 +298,6 @@ def check_training(run: Run) -> None:
         check_engine(run.recipe.device, shares_layers=run.redecides())
 
 
-RESULTS = {  # a stage -> the folder that it puts in place whole, and the files beside it
-    "collect": (), "train": ("student/", "log.jsonl", LOG_SUMS), "export": ("export/", "export.request.json", "export.sha256"),
-    "evaluate": ("report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, "evaluate.request.json"),
-    "push": PUSHED,
-}
-
-
 def check_places(run: Run, stage: str) -> None:
     """A ValueError, before any work, where what a stage that is not done will write can't take its place: a folder in the place of a file,
     or a file or a link in that of a folder (of a link, the folder that it leads to would be left behind)."""
@@ -352,10 +350,8 @@ def _save_student(
 ) -> None:
     """The adapter, or the whole model; request.json comes last and says that it is complete. state: its weights where the model itself
     holds but a shard of them."""
-    speak_of_another = (
-        "report.json", "report.md", "report.html", "pareto.png", "samples.jsonl", REPORT_SUMS, *PUSHED, run.exported.name,
-    )  # fmt: skip
-    with files.replacing_folder(run.student, before=[run.out / name for name in speak_of_another]) as partial:
+    speak_of_another = [run.out / name for stage in ("evaluate", "export", "push") for name in RESULTS[stage]]
+    with files.replacing_folder(run.student, before=speak_of_another) as partial:
         if peft_model is not None:
             peft_model.save_pretrained(partial, state_dict=state)
         else:
@@ -556,7 +552,7 @@ def _export(run: Run) -> None:
         )
     if r.export.dtype is not None:
         student.hf.to(families.DTYPES[r.export.dtype])
-    for name in PUSHED:
+    for name in RESULTS["push"]:
         (run.out / name).unlink(missing_ok=True)  # speaks of the export that is being replaced
     leave_note(run, "export")
     if adapter is not None and student.unmergeable is not None:

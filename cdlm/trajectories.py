@@ -501,9 +501,10 @@ class Columns:
             raise ValueError(f"{self.file}, row {self.places[int(wrong.argmax())] + 1}: {words}")
 
     def require_length(self, name: str, wanted: Any, words: str) -> None:
+        """Each list of a column has as many values as wanted."""
         lengths = self.lengths(name)
-        wrong = lengths != wanted
-        self.refuse(wrong, f"{name} has {lengths[int(wrong.argmax())]} values; {words}" if wrong.any() else "")
+        if (wrong := lengths != wanted).any():
+            self.refuse(wrong, f"{name} has {lengths[int(wrong.argmax())]} values; {words}")
 
     def require_within(self, name: str, least: int, most: int) -> None:
         """All values of a column of lists are among these."""
@@ -521,6 +522,7 @@ class Columns:
 def read_columns(file: Path, schema: dict[str, str], *, kept: bool) -> tuple[int, Columns]:
     """How many rows a shard's parquet file has, and its rows, or those that the rule of the recipe kept. A ValueError where a column of
     the schema is missing, is of another kind or lacks a value that it must have."""
+    import numpy
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -544,8 +546,7 @@ def read_columns(file: Path, schema: dict[str, str], *, kept: bool) -> tuple[int
             raise ValueError(f"{file}: column {name} has lists that hold null")
     if extra := sorted(set(table.column_names) - set(schema)):
         raise ValueError(f"{file} has a column {extra[0]}, which is not known; known: {', '.join(schema)}")
-    whole = pc.equal(table["screened"], "").to_numpy()
-    places = whole.nonzero()[0] if kept else (whole | True).nonzero()[0]
+    places = pc.equal(table["screened"], "").to_numpy().nonzero()[0] if kept else numpy.arange(table.num_rows)
     return table.num_rows, Columns(file, table.take(pa.array(places)), places)
 
 

@@ -188,7 +188,7 @@ def test_a_broken_training_log_is_found_before_anything_is_measured(done, copy):
     said: list[str] = []
     run = runs.Run(recipe.load(done.recipe), copy, say=said.append)
     before = {path: path.read_bytes() for path in copy.glob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=r"log\.jsonl is not what was written: .*remove .*log\.jsonl to go on without loss curves"):
+    with pytest.raises(ValueError, match=r"log\.jsonl is not what was written: .*Remove .*log\.jsonl to go on without loss curves"):
         stages.evaluate(run)
     (copy / "log.sha256").unlink()  # as of an older version: the finished report has a checksum of it, too
     with pytest.raises(ValueError, match=r"log\.jsonl is not what was written: .* report\.sha256 says"):

@@ -82,8 +82,11 @@ def test_an_engine_that_shards_layers_is_refused(tmp_path, monkeypatch):
     collect(tmp_path / "c", model)
     dataset = CanvasStates(canvases.load(tmp_path / "c"), model, BUDGET, CANVAS, 0)
     assert dataset[3]["index"] == 3 and dataset.name(3) == "trajectory 3"  # what an error of a loss names
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"asked for FSDP, which it does not run on this device \(cpu\); take DDP"):
+        trainer(tmp_path, model, dataset)
     monkeypatch.setattr(CDLMTrainer, "engine", "fsdp")
-    with pytest.raises(ValueError, match=r"fsdp shards layers; .* take DDP"):
+    with pytest.raises(ValueError, match=r"asked for FSDP, which shards layers; .* take DDP"):
         trainer(tmp_path, model, dataset)
 
 

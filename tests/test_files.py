@@ -491,6 +491,17 @@ def test_names_are_text_in_markdown():
     assert shown == "&lt;b&gt;&#124;\\[a\\](b)\\*c\\* # \\_d\\_ snake_case"
 
 
+def test_a_folder_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
+    """All its files, then itself, then the rename."""
+    did, replace = [], os.replace
+    monkeypatch.setattr(files, "_sync", lambda path: did.append(path.name))
+    monkeypatch.setattr(files.os, "replace", lambda old, new: did.append(f"-> {Path(new).name}") or replace(old, new))
+    with files.replacing_folder(tmp_path / "out") as partial:
+        (partial / "a").write_text("a")
+    placed = did.index("-> out")
+    assert {"a", files.SUMS} <= set(did[:placed]) and did[placed - 1] == ".out.partial" and did[placed + 1] == tmp_path.name
+
+
 def test_json_is_written_with_its_keys_in_order(tmp_path):
     files.write_json(tmp_path / "a.json", {"b": 1, "a": [2]})
     assert (tmp_path / "a.json").read_text() == files.json_text({"a": [2], "b": 1})

@@ -18,6 +18,7 @@ from cdlm.trainer import (
     TrajectoryStates,
     add_lora,
     cdlm_losses,
+    loop,
 )
 from cdlm.trajectories import Trajectories
 
@@ -409,7 +410,17 @@ def test_bf16_computes_forwards_in_bfloat16_and_losses_in_fp32(folder, tmp_path)
     assert found[True][1] != found[False][1] and found[True][1] == pytest.approx(found[False][1], rel=0.1)
 
 
-def test_fp16_is_refused(folder, tmp_path, monkeypatch):
+def test_a_checkpoint_is_on_the_disk_when_older_ones_go(folder, tmp_path, monkeypatch):
+    """Its checksums too."""
+    did, sync, rotate = [], files.sync_all, loop.rotate_checkpoints
+    monkeypatch.setattr(files, "sync_all", lambda place: did.append((place.name, (place / files.SUMS).is_file())) or sync(place))
+    monkeypatch.setattr(loop, "rotate_checkpoints", lambda *args: did.append("older") or rotate(*args))
+    trainer(folder, tmp_path / "out", save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=2).train()
+    assert did == [("checkpoint-1", True), "older", ("checkpoint-2", True), "older"]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_fp16_is_refused(folder, tmp_path):
     args = CDLMConfig(output_dir=str(tmp_path), use_cpu=True)
     args.fp16 = True
     with pytest.raises(ValueError, match="fp16 is True; allowed: bf16"):

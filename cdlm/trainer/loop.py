@@ -1,7 +1,6 @@
 """CDLMTrainer: transformers' Trainer with the objectives of this package, and what engines need that wrap a model."""
 
 import contextlib
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rota
 
 from cdlm import data, files, losses, noise
 from cdlm.families.base import DiffusionLM
+from cdlm.processes import check_checkpoints, check_engine
 from cdlm.trainer.checkpoints import WRITER_FAILED, plain_state, read_whole, renamed, written_by
 from cdlm.trainer.config import CDLMConfig
 from cdlm.trainer.objectives import LOSSES
@@ -60,17 +60,9 @@ class CDLMTrainer(Trainer):
         if args.gradient_checkpointing and peft_model is not None:
             model.hf.enable_input_require_grads()  # a checkpoint whose inputs need no gradient would give its adapters none
         super().__init__(model=wrapped, args=args, train_dataset=train_dataset, data_collator=data_collator, **kwargs)
-        asked = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
-        for name, variable in asked.items():
-            if os.environ.get(variable, "false").lower() == "true" and self.engine != name.lower():
-                raise ValueError(f"accelerate was asked for {name}, which it does not run on this device ({args.device}); take DDP")
-        if self.engine != "plain" and model.redecides:
-            raise ValueError(
-                f"{self.engine} shards layers; this model's encoder and decoder share theirs, and a batch decides how many forwards there "
-                "are: take DDP"
-            )
-        if self.engine == "fsdp" and (kind := self.accelerator.state.fsdp_plugin.state_dict_type.name) != "FULL_STATE_DICT":
-            raise ValueError(f"fsdp_state_dict_type is {kind}; it must be FULL_STATE_DICT: others keep a pickle, which is never read")
+        check_engine(str(args.device), shares_layers=model.redecides, engine=self.engine)
+        if self.engine == "fsdp":
+            check_checkpoints(self.accelerator.state.fsdp_plugin.state_dict_type.name)
         if self.engine == "fsdp" and args.bf16:  # accelerate's own would also round losses, and sum gradients, in bfloat16
             plugin = self.accelerator.state.fsdp_plugin
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32)
