@@ -473,12 +473,14 @@ def test_names_of_secrets(name, hidden):
     assert terminal.holds_secret(b"correct-horse", {name: "correct-horse"}) is hidden
 
 
-@pytest.mark.parametrize("value", ["back\\slash-it", "two lines\nof a key", "with\ta tab", "quo'te\"d and é"])
+@pytest.mark.parametrize("value", ["back\\slash-it", "two lines\nof a long key", "with\ta tab", "quo'te\"d and é"])
 def test_a_secret_is_found_however_it_is_written_out(value):
     """As Python and JSON write it, and where lines are folded."""
     for shown in (value, repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False), " ".join(value.split())):
         assert not any(part in terminal.without_secrets(shown, {"A_TOKEN": value}) for part in (value, shown.strip("'\"")))
         assert terminal.holds_secret(shown.encode(), {"A_TOKEN": value})
+    for part in value.splitlines():
+        assert len(part) < 8 or terminal.without_secrets(f"only {part} here", {"A_TOKEN": value}) == "only [hidden] here"
     assert terminal.without_secrets(f"https://{'a' * 20}@host/x", {}) == "https://[hidden]@host/x"
 
 

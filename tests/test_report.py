@@ -365,3 +365,14 @@ def test_names_from_outside_are_plain_text_in_markdown():
     found = report.build([measured("student", 0.9, rows)], threshold=0.9, truncated=None, batch_size=8, extra={})
     text = report.markdown(found, "x<y>\n# z")
     assert "## &lt;script&gt; # a&#124;b" in text and "# x&lt;y&gt; # z" in text and "<script>" not in text and "\n# a" not in text
+
+
+def test_a_secret_of_the_environment_is_in_no_report(tmp_path, monkeypatch):
+    """Also where a recipe's name or a task is one."""
+    monkeypatch.setenv("SOME_API_KEY", "correct-horse")
+    found = full_report()
+    found["results"] = [{**row, "task": "correct-horse" if row["task"] != "all" else "all"} for row in found["results"]]
+    report.write(found, tmp_path, "named correct-horse")
+    for name in ("report.md", "report.html", "report.json"):
+        text = (tmp_path / name).read_text()
+        assert "correct-horse" not in text and "[hidden]" in text, name

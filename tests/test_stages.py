@@ -693,6 +693,17 @@ def test_rows_are_grouped_by_the_recipes_batch_whatever_a_process_takes_of_it(tm
     assert groups == [(4, 2)]
 
 
+def test_what_speaks_of_another_student_goes_when_a_new_one_comes(full, tmp_path):
+    """Report, export and the note of a push; the trajectories stay."""
+    out = tmp_path / "out"
+    shutil.copytree(full.out, out)
+    for name in ("push.request.json", "push.sha256"):
+        (out / name).write_text("{}")
+    shutil.rmtree(out / "student")
+    stages.train(run_of(full, out))
+    assert sorted(path.name for path in out.iterdir()) == ["log.jsonl", "log.sha256", "student", "trajectories"]
+
+
 def test_what_is_collected_already_needs_no_room(full, tmp_path, monkeypatch):
     """100 bytes more are asked than the disk has; 200 are there."""
     run = runs.Run(recipe.load(full.recipe), tmp_path / "out", say=lambda text: None)
